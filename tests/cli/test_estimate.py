@@ -104,42 +104,40 @@ def test_loss_memory_matches_measurements(way: str, sizes: tuple[int, int, int],
         assert abs(off(whole, measured)) < 0.05
 
 
+def assert_peak(estimated: Any, way: str, model: Any, vocabulary: int) -> None:
+    """Compare with the live tensors of a step on a CPU: independent of the estimate's code, with the same phases as on a GPU."""
+    ids = torch.randint(vocabulary, (4, 256))
+    with PeakMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert estimated.model.weights == sum(p.numel() * 4 for p in model.parameters())
+    peak = estimated.steps[way].peak
+    assert peak is not None
+    peak -= estimated.model.weights + estimated.optimizer + diagnostics.WORKSPACES  # a CPU has no workspaces
+    assert -0.02 < off(peak, memory.peak) < 0.04
+
+
 @pytest.mark.parametrize("vocabulary", [64, 8192])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_estimate_matches_live_tensors(vocabulary: int, checkpointing: bool) -> None:
-    """Count live tensors on a CPU: independent of the estimate's code, with the same phases of a step as on a GPU."""
     config = config_of(replace(SIX_LAYERS, vocabulary=vocabulary))
     model = LlamaForCausalLM(config).train()
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Transformers renames the argument
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.randint(vocabulary, (4, 256))
-    with PeakMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
-        model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config)
-    assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
-    step = found.steps["full, checkpointing" if checkpointing else "full"]
-    assert step.peak is not None
-    there = step.peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES  # a CPU has no workspaces
-    assert -0.02 < off(there, memory.peak) < 0.04
+    assert_peak(found, "full, checkpointing" if checkpointing else "full", model, vocabulary)
 
 
 def test_lora_estimate_matches_live_tensors() -> None:
-    """Weights, gradients, activations and peak of a LoRA step with PEFT's own adapters, counted as live tensors on a CPU."""
+    """Weights, gradients, activations and peak of a LoRA step with PEFT's own adapters."""
     peft = pytest.importorskip("peft")
     config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()
-    ids = torch.randint(4096, (4, 256))
-    with PeakMemory({p.untyped_storage()._cdata for p in model.parameters()}) as memory:
-        model(input_ids=ids, labels=ids).loss.backward()
     found = diagnostics.estimate("small", 4, 256, "float32", config=config, lora=LoRA(8))
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
-    assert found.model.weights == sum(p.numel() * 4 for p in model.parameters())
     assert found.model.gradients == trained == found.optimizer // 2 and not found.model.trains_head
-    assert found.steps["full"].peak is not None
-    there = found.steps["full"].peak - found.model.weights - found.optimizer - diagnostics.WORKSPACES
-    assert -0.02 < off(there, memory.peak) < 0.04
+    assert_peak(found, "full", model, 4096)
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from forced_strategies import count_strategies, force_strategy, trained_like_inputs
+from forced_strategies import count_strategies, force_strategy, forward_counter, trained_like_inputs
 from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
 from numerics import assert_accurate, relative_error
 from torch import Tensor
@@ -22,23 +23,14 @@ pytestmark = pytest.mark.gpu
 SHAPE = (4096, 512, 32000)
 
 
-def leaves_of(hidden: Tensor, weight: Tensor, strategy: str = "") -> list[Tensor]:
-    """Return copies as leaves; the weight is frozen if ``strategy`` is for frozen heads."""
-    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    leaves[1].requires_grad_()
-    return leaves
-
-
-def trained(leaves: list[Tensor]) -> list[Tensor]:
-    return [x for x in leaves if x.requires_grad]
+def leaves_of(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in (hidden, weight)]
 
 
 def gradients(
     leaves: list[Tensor], labels: Tensor, config: CCEConfig, state: FilterState | None = None
 ) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(
-        linear_cross_entropy(*leaves, labels, config=config, filter_state=state), trained(leaves)
-    )
+    return torch.autograd.grad(linear_cross_entropy(*leaves, labels, config=config, filter_state=state), leaves)
 
 
 def plain_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -61,11 +53,11 @@ def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyP
     # Make five steps include two measurements, one check of the kept share, and making and using orders.
     for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
         monkeypatch.setattr(state_module, name, value)
-    leaves, state, items = leaves_of(hidden, weight, strategy), FilterState(), torch.tensor(500.0, device="cuda")
+    leaves, state, items = leaves_of(hidden, weight), FilterState(), torch.tensor(500.0, device="cuda")
 
     def step() -> None:
-        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
-        linear_cross_entropy(*leaves, labels, num_items_in_batch=items, config=config, filter_state=state).backward()
+        for options in ({}, {"num_items_in_batch": items}, {"num_items_in_batch": items, "label_smoothing": 0.1}):
+            linear_cross_entropy(*leaves, labels, **options, config=config, filter_state=state).backward()
 
     for _ in range(4):
         step()
@@ -76,6 +68,8 @@ def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyP
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if strategy != "full":  # only "exact" smooths labels
+        counts.subtract({"exact": 9, "recomputed gradients": 9})
     if strategy == "filtered":  # the first steps only probe
         assert counts.pop("recomputed gradients") == 2
     assert counts[strategy] == (18 if strategy != "full" else 0) and sum(counts.values()) == 2 * counts[strategy]
@@ -87,10 +81,10 @@ def test_results_repeat_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPat
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
     runs = []
     for _ in range(2):
-        leaves, state, found = leaves_of(hidden, weight, strategy), FilterState(), []
+        leaves, state, found = leaves_of(hidden, weight), FilterState(), []
         for _ in range(4):  # the threshold moves by the second step
             loss = linear_cross_entropy(*leaves, labels, config=make_config(strategy), filter_state=state)
-            found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
+            found += [loss.detach(), *torch.autograd.grad(loss, leaves)]
         runs.append((found, state.stats()))
     assert counts[strategy] == 8
     assert all(torch.equal(a, b) for a, b in zip(*(found for found, _ in runs), strict=True))
@@ -108,7 +102,7 @@ def test_two_streams_match_one_stream_bit_for_bit(strategy: str, monkeypatch: py
     sides = torch.cuda.Stream(), torch.cuda.Stream()
 
     def run(choose: Callable[[int, int], torch.cuda.Stream]) -> tuple[list[Tensor], list[dict[str, float]]]:
-        heads = [(leaves_of(*batch[:2], strategy), batch[2], FilterState()) for batch in batches]
+        heads = [(leaves_of(*batch[:2]), batch[2], FilterState()) for batch in batches]
         last, found = [here, here], []
         for step in range(4):
             for number, (leaves, labels, state) in enumerate(heads):
@@ -119,7 +113,7 @@ def test_two_streams_match_one_stream_bit_for_bit(strategy: str, monkeypatch: py
                     if step == 0:  # the device sleeps while the host enqueues, so that the streams overlap
                         torch.cuda._sleep(200_000_000)
                     loss = linear_cross_entropy(*leaves, labels, config=make_config(strategy), filter_state=state)
-                    found += [loss.detach(), *torch.autograd.grad(loss, trained(leaves))]
+                    found += [loss.detach(), *torch.autograd.grad(loss, leaves)]
         torch.cuda.synchronize()
         return found, [state.stats() for *_, state in heads]
 
@@ -168,7 +162,7 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
     """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
     counts = force_strategy(monkeypatch, strategy)
     hidden, weight, labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda")
-    leaves, state, config = leaves_of(hidden, weight, strategy), FilterState(), make_config(strategy)
+    leaves, state, config = leaves_of(hidden, weight), FilterState(), make_config(strategy)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -180,7 +174,7 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
-        found = torch.autograd.grad(loss, trained(leaves))
+        found = torch.autograd.grad(loss, leaves)
     assert counts[strategy] == before + 1
     graph.replay()
     fresh = FilterState()
@@ -189,7 +183,7 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
         fresh._probing = False
         fresh._tau = torch.tensor(state.stats()["tau"], dtype=torch.float32, device="cuda")
     expected_loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=fresh)
-    expected = torch.autograd.grad(expected_loss, trained(leaves))
+    expected = torch.autograd.grad(expected_loss, leaves)
     assert_accurate(loss, expected_loss, expected_loss, "loss")
     for a, e, name in zip(found, expected, ("hidden", "weight"), strict=False):
         assert_accurate(a, e, e, name)
@@ -206,15 +200,25 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
         assert_accurate(a, t, e, f"{name} after new inputs")
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("budget", [64, 96, 256])
-@pytest.mark.parametrize("gradient_filter", ["auto", None])
-@pytest.mark.parametrize(("n", "d", "v"), [(8192, 1024, 49152), (8192, 768, 128256)])
+@pytest.mark.parametrize(
+    ("d", "v", "gradient_filter", "budget", "frozen", "strategy"),
+    [
+        *(
+            (d, v, *row, None)
+            for d, v in ((1024, 49152), (768, 128256))
+            for row in product(("auto", None), (64, 96, 256), (False, True))
+        ),
+        (1024, 50257, None, 256, False, "exp_cache"),
+        (1024, 50257, None, 320, False, "exp_cache"),
+        (1024, 50257, None, 1280, False, "exp_products"),
+        (1024, 110001, None, 1280, False, "token_groups"),
+    ],
+)
 def test_memory_budgets_hold(
-    n: int, d: int, v: int, gradient_filter: Any, budget: int, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    d: int, v: int, gradient_filter: Any, budget: int, frozen: bool, strategy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers steps with and without an error measurement, and with and without sorting the vocabulary."""
-    hidden, weight, labels = trained_like_inputs(n, d, v, torch.bfloat16, "cuda")
+    hidden, weight, labels = trained_like_inputs(n := 8192, d, v, torch.bfloat16, "cuda")
     leaves = leaves_of(hidden, weight)
     del hidden, weight
     leaves[1].requires_grad_(not frozen)
@@ -240,7 +244,7 @@ def test_memory_budgets_hold(
         # Plus a few [N] vectors: losses, labels, upstream gradients.
         assert used <= (budget << 20) + 64 * n, f"step {number}: {used / 2**20:.1f} of {budget} MiB, {dict(counts)}"
     if gradient_filter is None:
-        assert "filtered" not in counts
+        assert "filtered" not in counts and (strategy is None or counts[forward_counter(strategy)] == 7)
     elif budget == 256 and not frozen:
         assert counts["filtered"] == 7 and state.stats()["kept"] < 1
 

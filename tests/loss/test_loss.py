@@ -186,6 +186,9 @@ def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, de
         )  # fmt: skip
         loss.sum().backward()
         assert not loss.any() and not hidden.grad.any() and not weight.grad.any() and hidden.grad.shape == (n, 8)
+    rows, labels = torch.randn(3, 1, 8, device=device), torch.zeros(3, 1, dtype=torch.long, device=device)
+    options = {"reduction": reduction, "config": CCEConfig(implementation)}
+    assert not linear_cross_entropy(rows, weight, labels, shift=True, **options).any()  # no position has a next one
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

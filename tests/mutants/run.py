@@ -66,19 +66,8 @@ def run_tests(copy: Path, tests: str) -> int:
     sys.path.insert(0, str(copy))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         # Without slow tests and without plugins that start processes.
-        arguments = [
-            "-x",
-            "-q",
-            "--timeout=300",
-            "--no-header",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-m",
-            "not slow",
-        ]
+        arguments = ["-x", "-q", "--timeout=300", "--no-header", "--tb=no", "-m", "not slow"]
+        arguments += ["-p", "no:cacheprovider", "-p", "no:xdist"]
         return int(pytest.main([*arguments, *tests_arguments(tests)]))
 
 

@@ -93,23 +93,6 @@ def test_custom_losses_without_logits(name: str, family: str) -> None:
     assert_same_training(patched, plain, batch(), loss_of=by_caller(LOSSES[name]))
 
 
-@pytest.mark.parametrize("name", ["token weights", "DFT by LLaMA-Factory", "entropy bonus"])
-def test_trainer_compute_loss_func(name: str, tmp_path: Path) -> None:
-    def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return LOSSES[name](outputs, labels)
-
-    plain, patched = (
-        build(tmp_path / how, *callbacks, compute_loss_func=loss_func)
-        for how, callbacks in (("plain", []), ("ours", [CCECallback(on_unused="raise")]))
-    )
-    assert run(plain) == []
-    with logits_made(tokens=40) as seen:
-        assert run(patched) == []
-    assert seen == []
-    assert_same_run(patched, plain, 3)
-    assert stats(patched.model).fused == stats(patched.model).calls == 6
-
-
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "reduction": "sum"}, {"num_items_in_batch": 17}], ids=str)
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
 @pytest.mark.parametrize("name", ["gkd.gkd_trainer.GKDTrainer", "gold.gold_trainer.GOLDTrainer"])

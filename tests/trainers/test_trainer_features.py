@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
     start = tiny_llama().state_dict()
     assert all(not torch.equal(value, start[name]) for name, value in plain.model.state_dict().items() if name in start)
     assert_same(dict(patched.model.named_parameters()), dict(plain.model.named_parameters()), "weights")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_run_matches_unpatched(options: dict[str, Any], tmp_path: Path) -> None:
+    """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
+    plain = trained("plain", tmp_path, **options)
+    with logits_made(tokens=40) as seen:
+        patched = trained("callback", tmp_path, calls=6, **options)
+    assert seen == [] and patched.model_accepts_loss_kwargs and len(history(patched)) == 3
+    assert getattr(patched, "_loss_shifts_labels", None) == getattr(plain, "_loss_shifts_labels", None)
+    assert_same_run(patched, plain, 3)
 
 
 class Stop(TrainerCallback):
@@ -243,19 +255,24 @@ def test_loss_added_to_model_loss(tmp_path: Path) -> None:
     assert_fused(patched.model, calls=6)
 
 
-@pytest.mark.parametrize("ignored", [(5,), (2, 5, 9)])
-def test_micro_batches_with_all_labels_ignored(ignored: tuple[int, ...], tmp_path: Path) -> None:
-    """Micro-batches have one row each, so that their content does not depend on the order of the rows."""
+@pytest.mark.parametrize(("ignored", "steps"), [([5], 3), ([2, 5, 9], 3), (range(0, 12, 2), 6)])
+def test_micro_batches_with_all_labels_ignored(ignored: Iterable[int], steps: int, tmp_path: Path) -> None:
+    """Micro-batches have one row each, so that their content does not depend on the order of the rows.
+
+    With six steps, each is one micro-batch. If its labels are all ignored, Trainer divides 0 by 0, logs 0.0, and continues.
+    """
     trainers = []
     for how in ("plain", "callback"):
-        trainer = made(how, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4 if steps == 3 else 1}
+        trainer = made(how, tmp_path, max_steps=steps, **options)
         for number in ignored:
             trainer.train_dataset[number]["labels"][:] = -100
         assert run(trainer) == []
+        assert (0 < history(trainer).count(0.0) < 6) == (steps == 6)
         trainers.append(trainer)
     plain, patched = trainers
-    assert_same_run(patched, plain, 3)
-    assert_fused(patched.model, calls=12)
+    assert_same_run(patched, plain, steps)
+    assert_fused(patched.model, calls=12 if steps == 3 else 6)
 
 
 def test_load_best_model_at_end(tmp_path: Path) -> None:
