@@ -106,7 +106,6 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
     assert best < relative_error(found.row_coeffs.double() @ found.basis.double(), exact) < 1.25 * best
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_non_finite_values_do_not_affect_the_next_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
