@@ -173,7 +173,8 @@ def _interrupt(*_: Any) -> None:
 def test_patched_model_inside_patched_model(first: str) -> None:
     """BLIP-2 calls its language model, another causal LM with the same head, without labels; the loss is BLIP-2's."""
     name = "Blip2ForConditionalGeneration"
-    plain, inputs = tiny.build_or_skip(name), tiny.text(name)
+    plain, inputs = tiny.build_or_skip(name).double(), tiny.text(name)
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     patched = copy.deepcopy(plain)
     for model in (patched, patched.language_model)[:: 1 if first == "around" else -1]:
         apply_cce(model)
