@@ -125,9 +125,8 @@ def _index(x: Any, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)) and x.shared_storage.values is None:
         *tokens, ids = (torch.as_tensor(each, device=x.device) for each in key)
         ids = torch.where(ids < 0, ids + x.shape[-1], ids).long()
-        several = ids.dim() > 0 and all(
-            each.dim() > 0 and each.shape[-1] == 1 for each in tokens
-        )  # [rows[:, None], ids]
+        # As in [rows[:, None], ids]; otherwise each token would be computed once per id
+        several = ids.dim() > 0 and all(each.dim() > 0 and each.shape[-1] == 1 for each in tokens)
         if not several:
             *tokens, ids = (each.unsqueeze(-1) for each in torch.broadcast_tensors(*tokens, ids))
         shape = torch.broadcast_shapes(*(each.shape[:-1] for each in (*tokens, ids)))
@@ -564,7 +563,7 @@ def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = Tr
         gathered = _gather(x, -1, ids)
         if gathered is NotImplemented:
             return NotImplemented
-        values = values + (gathered - gathered.detach())
+        values = values + (gathered - gathered.detach()).nan_to_num(0.0)  # -inf - -inf is NaN
     _note_known(x, ids, values)
     return torch.return_types.topk((values, ids))
 

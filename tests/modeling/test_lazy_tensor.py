@@ -411,6 +411,14 @@ def test_single_logits_equal_full_logits_in_bfloat16(training: bool) -> None:
     assert (above < at_least).all() and (kept >= 5).all() and is_sorted.all()
 
 
+def test_top_k_with_masked_entries() -> None:
+    """A bias of minus infinity gives logits without a gradient, not NaN."""
+    model = apply_cce(tiny_llama())
+    bias = torch.zeros(99).index_fill_(0, torch.arange(2, 99), -torch.inf)
+    values = (model(**batch()).logits + bias).topk(3).values
+    assert values[..., :2].isfinite().all() and (values[..., 2] == -torch.inf).all()
+
+
 def test_trainable_bias_after_head_needs_full_logits() -> None:
     """As in ESM's masked LM; no supported class has one."""
 
