@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_factors, exp_to_dlogits_
 from hf_cce.kernels.exp_products import pays_and_fits, write_hidden_gradient, write_weight_gradient
-from hf_cce.kernels.inputs import GradInputs, LogitInputs, logit_flags
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import (
     Plan,
@@ -45,7 +45,7 @@ def _logit_gradient_kernel(
     grad_label,  # [N]
     grad_mean,  # [N]
     grad_entropy,  # [N]
-    flags,  # [row blocks], if FLAGGED: compute only row blocks with a nonzero flag
+    flags,  # [row blocks], or None: compute only row blocks with a nonzero flag
     out,  # [N, width], written: the gradient w.r.t. h Wᵀ + b
     slab_start,
     slab_width,
@@ -58,15 +58,8 @@ def _logit_gradient_kernel(
     ignore_index,
     logit_scale,
     softcap,
-    FLAGGED: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -74,7 +67,7 @@ def _logit_gradient_kernel(
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
     row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
-    if FLAGGED:  # noqa: SIM102 (the second is no constant)
+    if flags is not None:  # noqa: SIM102 (the second is no constant)
         if tl.load(flags + row_block) == 0:
             return
     row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
@@ -92,11 +85,11 @@ def _logit_gradient_kernel(
     g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
     z = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        logit_scale, softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     gradient = tile_gradient(
         z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
-        vocab_size, logit_scale, softcap, HAS_MEAN, HAS_ENTROPY, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+        vocab_size, logit_scale, softcap, BLOCK_N,
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride
     here = tl.arange(0, BLOCK_M)[:, None] * out_stride + slab_cols[None, :]
@@ -141,23 +134,21 @@ def write_logit_gradient(
 ) -> None:
     """Write the gradient of the logits for the columns of a slab."""
     (start, stop, out), (n, d, v, _) = slab, inputs.shape
-    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    hidden, weight, bias, labels, ignore_index, *_ = inputs
     if label is not None and flags is None:
         from hf_cce.kernels import hopper
 
         hopper.launch(inputs, label, start, stop, out, grads)
         _label_entries_kernel[(ceil_div(n, 256),)](
             labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
-            ignore_index, logit_scale, BLOCK=256, num_warps=4,
+            ignore_index, inputs.logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)
     _logit_gradient_kernel[(rows * cols,)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels, grads.lse, grads.entropy,
         grads.grad_lse, grads.grad_label, grads.grad_mean, grads.grad_entropy, flags, out, start, stop - start, out.stride(0),
-        n, v, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0, FLAGGED=flags is not None,
-        HAS_MEAN=grads.grad_mean is not None, HAS_ENTROPY=grads.grad_entropy is not None, **logit_flags(inputs),
-        **plan.constants(),
+        n, v, d, hidden.stride(0), weight.stride(0), ignore_index, *scale_and_softcap(inputs), **plan.constants(),
     )  # fmt: skip
 
 

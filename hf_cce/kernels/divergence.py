@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.forward import logit_stats
-from hf_cce.kernels.inputs import logit_flags
+from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence_passes
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded
 from hf_cce.kernels.launcher import Kernel
@@ -30,31 +30,28 @@ FORWARD_KL, REVERSE_KL, JSD = 0, 1, 2
 @triton.jit
 def _teacher_tile(
     hidden, weight, bias, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale, softcap,
-    GIVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the teacher's logits of one tile: loaded from ``hidden`` [N, V] if GIVEN, else computed."""
-    if GIVEN:
+    """Return the teacher's logits of one tile: loaded from ``hidden`` [N, V] if ``weight`` is None, else computed."""
+    if weight is None:
         rows = row + tl.arange(0, BLOCK_M)
         cols = col + tl.arange(0, BLOCK_N)
         at = hidden + rows.to(tl.int64)[:, None] * hidden_stride + cols[None, :]
         inside = (rows < num_tokens)[:, None] & (cols < vocab_size)[None, :]
         z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_SCALE:
+        if logit_scale is not None:
             z *= logit_scale
     else:
         z = tile_logits(
             hidden, weight, bias, None, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride, logit_scale,
-            softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+            softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     return z
 
 
 @triton.jit
-def _store_means(
-    zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation,
-    KIND: tl.constexpr, WANT_ENTROPY: tl.constexpr,
-):  # fmt: skip
+def _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND: tl.constexpr):
     """Write the logsumexps of a tile, and the means under the softmax over the tile."""
     top = tl.max(zs, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
@@ -70,7 +67,7 @@ def _store_means(
     else:
         gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / safe_total
     tl.store(tile_gap + out, gap, mask=in_rows)
-    if WANT_ENTROPY:
+    if tile_expectation is not None:
         expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / safe_total
         tl.store(tile_expectation + out, expectation, mask=in_rows)
 
@@ -96,8 +93,8 @@ def _pair_kernel(
     hidden,  # [N, D]
     weight,  # [V, D]; here, V is the width of the slab
     bias,  # [V]
-    teacher_hidden,  # [N, D_t]; [N, V] logits if GIVEN
-    teacher_weight,  # [V, D_t]
+    teacher_hidden,  # [N, D_t], or [N, V] logits
+    teacher_weight,  # [V, D_t]; None if logits are given
     teacher_bias,  # [V]
     num_valid,  # scalar int64: rows from here on are ignored
     lse,  # [N], if GRADIENT or KIND is 2
@@ -105,11 +102,11 @@ def _pair_kernel(
     offset,  # [N], if GRADIENT; makes the gradient of a row sum to zero: the reverse KL, or KL(p_s ‖ m)
     grad,  # [N], if GRADIENT: upstream gradient of each token's divergence
     out,  # [N, V], written if GRADIENT: gradient w.r.t. the student's h Wᵀ + b; zero where ignored
-    # The others are written unless GRADIENT.
+    # The others are written unless GRADIENT; None if not requested.
     tile_lse,  # [T, N] logsumexp of the tile, unless KIND is 2
     tile_teacher_lse,  # [T, N], likewise
     tile_gap,  # [T, N] KIND 0: mean of z_t − z_s under the tile's p_t; 1: of z_s − z_t under p_s; 2: Σ p_s log(p_s / m)
-    tile_expectation,  # [T, N] mean of z_s under the tile's p_s, if WANT_ENTROPY
+    tile_expectation,  # [T, N] mean of z_s under the tile's p_s
     tile_divergence,  # [T, N] Σ (1 − β) p_s log(p_s / m) + β p_t log(p_t / m), if KIND is 2
     out_stride,  # between rows of ``out``, or between tiles
     num_tokens,
@@ -127,17 +124,8 @@ def _pair_kernel(
     beta,
     KIND: tl.constexpr,
     GRADIENT: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    GIVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TEACHER_HAS_BIAS: tl.constexpr,
-    TEACHER_HAS_SCALE: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -167,19 +155,18 @@ def _pair_kernel(
         row_offset = tl.load(offset + rows, mask=valid, other=0.0)
     zt = _teacher_tile(
         teacher_hidden, teacher_weight, teacher_bias, row, col, num_tokens, vocab_size, teacher_depth, teacher_hidden_stride,
-        teacher_weight_stride, teacher_logit_scale, teacher_softcap, GIVEN, TEACHER_HAS_BIAS, TEACHER_HAS_SCALE,
-        TEACHER_HAS_SOFTCAP, TMA, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        teacher_weight_stride, teacher_logit_scale, teacher_softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     zs = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride, logit_scale, softcap,
-        HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if GRADIENT:
         gradient = _slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset, beta, KIND)
         gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             gradient *= softcap_slope(zs, softcap)
-        if HAS_SCALE:
+        if logit_scale is not None:
             gradient *= logit_scale
         at = out + row.to(tl.int64) * out_stride
         here = tl.arange(0, BLOCK_M)[:, None] * out_stride + cols[None, :]
@@ -198,9 +185,7 @@ def _pair_kernel(
             tl.store(tile_divergence + tile, (1.0 - beta) * student + beta * teacher, mask=in_rows)
             tl.store(tile_gap + tile, student, mask=in_rows)
         else:
-            _store_means(
-                zs, zt, tile, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND, WANT_ENTROPY
-            )
+            _store_means(zs, zt, tile, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND)
 
 
 def _plan(student: Any, teacher: Any) -> Plan:
@@ -214,9 +199,7 @@ def _plan(student: Any, teacher: Any) -> Plan:
     return replace(plan, num_stages=4) if plan.use_tma else plan
 
 
-def _launch(
-    student: Any, teacher: Any, plan: Plan, beta: float, *rest: Any, gradient: bool = False, entropy: bool = False
-) -> None:
+def _launch(student: Any, teacher: Any, plan: Plan, beta: float, *rest: Any, gradient: bool = False) -> None:
     """Launch ``_pair_kernel``; ``rest`` are its arguments from ``num_valid`` to ``out_stride``."""
     (n, d), v, given = student.hidden.shape, student.weight.shape[0], teacher.weight is None
     _pair_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
@@ -224,11 +207,9 @@ def _launch(
         teacher.hidden if given else operand(teacher.hidden, plan.block_m, plan),
         None if given else operand(teacher.weight, plan.block_n, plan), teacher.bias, *rest,
         n, v, d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0), student.weight.stride(0),
-        teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), student.logit_scale, student.softcap or 1.0,
-        teacher.logit_scale, teacher.softcap or 1.0, beta,
-        KIND=FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD, GRADIENT=gradient,
-        WANT_ENTROPY=entropy, GIVEN=given, **logit_flags(student),
-        **{f"TEACHER_{name}": flag for name, flag in logit_flags(teacher).items()}, **plan.constants(),
+        teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), *scale_and_softcap(student),
+        *scale_and_softcap(teacher), beta, KIND=FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD,
+        GRADIENT=gradient, **plan.constants(),
     )  # fmt: skip
 
 
@@ -263,7 +244,7 @@ def pair_stats(
         for want in (kl, kl, True, kl and entropy, not kl)
     ]
     rest = (num_valid, *(lse or (None, None)), None, None, None, *parts, padded(n))
-    _launch(student, teacher, plan, beta, *rest, entropy=kl and entropy)
+    _launch(student, teacher, plan, beta, *rest)
     return [part for part in parts if part is not None]
 
 

@@ -76,7 +76,6 @@ def _factors_kernel(
     ignore_index,
     logit_scale,
     softcap,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,7 +89,7 @@ def _factors_kernel(
     # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
     g = tl.load(grad_lse + rows, mask=valid, other=0.0)
     c = g * p + tl.load(grad_label + rows, mask=valid, other=0.0)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         c *= softcap_slope(z, softcap)
     # A flagged row block is recomputed: its values become the gradient itself, including the label's entry.
     f = tl.where(over_limit != 0, 1.0, tl.where(valid, g * p * logit_scale, 0.0))
@@ -206,8 +205,8 @@ def exp_factors(
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=label_logit.device)
     _factors_kernel[(ceil_div(n, block_m),)](
         values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
-        0 if values is None else values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or 1.0,
-        HAS_SOFTCAP=inputs.softcap > 0, BLOCK_M=block_m,
+        0 if values is None else values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or None,
+        BLOCK_M=block_m,
     )  # fmt: skip
     return Factors(scale, label_entry, flags)
 

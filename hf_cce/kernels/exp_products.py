@@ -36,20 +36,18 @@ TOKENS_PER_WIDTH = 6
 @triton.jit(do_not_specialize=["first_block", "num_rows"])
 def _finish_kernel(
     product,  # [rows, D] float32
-    scale,  # factor of each row of the product, if HAS_SCALE
+    scale,  # factor of each row of the product, or None
     addend,  # [*, D], see Addends
     targets,
     sources,
     entries,
     starts,
-    grad,  # scalar to multiply by, if HAS_GRAD
+    grad,  # scalar to multiply by, or None
     out,  # [*, D], its rows are written
     first_block,  # of the rows of out
     num_rows,
     d,
     addend_stride,
-    HAS_SCALE: tl.constexpr,
-    HAS_GRAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -60,7 +58,7 @@ def _finish_kernel(
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (at < num_rows)[:, None] & (ds < d)[None, :]
     x = tl.load(product + at.to(tl.int64)[:, None] * d + ds[None, :], mask=mask, other=0.0)
-    if HAS_SCALE:
+    if scale is not None:
         x *= tl.load(scale + rows, mask=at < num_rows, other=0.0)[:, None]
     stop = tl.load(starts + block + 1)
     for first in range(tl.load(starts + block), stop, BLOCK_T):
@@ -75,7 +73,7 @@ def _finish_kernel(
         )
         c = tl.where(target[None, :] == rows[:, None], c[None, :], 0.0)
         x = tl.dot(c, y.to(tl.float32), x, input_precision="ieee")
-    if HAS_GRAD:
+    if grad is not None:
         x *= tl.load(grad).to(tl.float32)
     tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x.to(out.dtype.element_ty), mask=mask)
 
@@ -135,7 +133,7 @@ def finish(
     rows, d = product.shape
     _finish_kernel[(ceil_div(rows, BLOCK_R), ceil_div(d, 128))](
         product, scale, addend, *addends, grad, out, first_row // BLOCK_R, rows, d, addend.stride(0),
-        HAS_SCALE=scale is not None, HAS_GRAD=grad is not None, BLOCK_R=BLOCK_R, BLOCK_T=16, BLOCK_D=128,
+        BLOCK_R=BLOCK_R, BLOCK_T=16, BLOCK_D=128,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import LogitInputs, TileStats, logit_flags
+from hf_cce.kernels.inputs import LogitInputs, TileStats, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
@@ -22,13 +22,10 @@ from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
 @triton.jit
-def _store_ratio(
-    e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, BLOCK_N: tl.constexpr):
     """Write the statistics for hf_cce.kernels.filter.select, computed from a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
     safe_total = tl.where(total > 0, total, 1.0)
-    if HAS_SOFTCAP:
+    if slope is not None:
         e = tl.where(e > 0, e * slope, 0.0)  # outside V the slope is NaN
         damped = tl.sum(e, 1)
         tl.store(tile_damping + out, (damped / safe_total).to(tl.bfloat16), mask=in_rows)
@@ -41,12 +38,11 @@ def _store_ratio(
 
 @triton.jit
 def _store_exp(
-    e, slope, height, valid, row, col, in_rows, exp_cache, cache_width,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Write the tile to the cache of hf_cce.kernels.exp_cache; ``height`` is the row's maximum minus its label logit."""
     value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
-    if HAS_SOFTCAP:
+    if slope is not None:
         value *= slope
     at = exp_cache + row.to(tl.int64) * cache_width + col
     here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
@@ -54,7 +50,8 @@ def _store_exp(
     tl.store(at + here, value.to(exp_cache.dtype.element_ty), mask=in_cache)
 
 
-# do_not_specialize: values that change between steps must not trigger recompilation.
+# do_not_specialize: values that change between steps must not trigger recompilation. What depends on an argument that is None is
+# compiled out.
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens", "first_col", "ignore_index"])
 def _tile_stats_kernel(
@@ -63,14 +60,14 @@ def _tile_stats_kernel(
     bias,  # [V]
     labels,  # [N] int64
     tile_lse,  # [T, N] logsumexp of the row within the tile
-    tile_sum,  # [T, N] Σ z, if WANT_MEAN
-    tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z), if WANT_ENTROPY
-    tile_lse2,  # [T, N] logsumexp of 2 z, if WANT_SQ
-    tile_max,  # [T, N], if WANT_TOP1
-    tile_ratio,  # [T, N] bfloat16, if WANT_RATIO: see hf_cce.kernels.filter.select
-    tile_damping,  # [T, N], if WANT_RATIO and HAS_SOFTCAP: likewise
-    label_logit,  # [N], written if the label is in the tile; with STORE, only read
-    exp_cache,  # [N, cache_width], written if STORE: see hf_cce.kernels.exp_cache
+    tile_sum,  # [T, N] Σ z, or None, like the next three
+    tile_expectation,  # [T, N] Σ z exp(z) / Σ exp(z)
+    tile_lse2,  # [T, N] logsumexp of 2 z
+    tile_max,  # [T, N]
+    tile_ratio,  # [T, N] bfloat16, or None: see hf_cce.kernels.filter.select
+    tile_damping,  # [T, N], if tile_ratio and softcap are given: likewise
+    label_logit,  # [N], written if the label is in the tile; with exp_cache, only read
+    exp_cache,  # [N, cache_width], written, or None: see hf_cce.kernels.exp_cache
     cache_width,  # may exceed the vocabulary; columns outside the vocabulary are never read
     tile_stride,  # between the statistics of neighbouring column blocks: N, rounded up
     num_tokens,
@@ -82,18 +79,8 @@ def _tile_stats_kernel(
     ignore_index,
     logit_scale,
     softcap,
-    WANT_MEAN: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    WANT_SQ: tl.constexpr,
-    WANT_TOP1: tl.constexpr,
-    WANT_RATIO: tl.constexpr,
-    STORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -111,12 +98,12 @@ def _tile_stats_kernel(
     depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
     z = tile_logits(
         hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, False, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        logit_scale, softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     out = col_block.to(tl.int64) * tile_stride + rows
-    if WANT_MEAN:
+    if tile_sum is not None:
         tl.store(tile_sum + out, tl.sum(tl.where((cols < vocab_size)[None, :], z, 0.0), 1), mask=in_rows)
-    if not STORE:
+    if exp_cache is None:
         label -= first_col
         hit = valid & (label >= col) & (label < col + BLOCK_N)
         if tl.sum(hit.to(tl.int32)) > 0:
@@ -125,23 +112,23 @@ def _tile_stats_kernel(
     if col + BLOCK_N > vocab_size:
         z = tl.where((cols < vocab_size)[None, :], z, float("-inf"))
     top = tl.max(z, 1)
-    if WANT_TOP1:
+    if tile_max is not None:
         tl.store(tile_max + out, top, mask=in_rows)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
-    slope = softcap_slope(z, softcap) if HAS_SOFTCAP else 1.0
+    slope = None if softcap is None else softcap_slope(z, softcap)
     z = z - top[:, None]
     e = tl.exp(z)
     total = tl.sum(e, 1)
-    if WANT_RATIO:
-        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, HAS_SOFTCAP, BLOCK_N)
+    if tile_ratio is not None:
+        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, BLOCK_N)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
-    if STORE and col < cache_width:
+    if exp_cache is not None and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
-        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, HAS_SOFTCAP, BLOCK_M, BLOCK_N)
-    if WANT_ENTROPY:
+        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, BLOCK_M, BLOCK_N)
+    if tile_expectation is not None:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)
-    if WANT_SQ:
+    if tile_lse2 is not None:
         tl.store(tile_lse2 + out, 2.0 * top + tl.log(tl.sum(e * e, 1)), mask=in_rows)
 
 
@@ -166,7 +153,7 @@ def _combine_kernel(
     tile_ratio,
     label_logit,  # [N]
     labels,  # [N]
-    lse,  # [N], written, like the next five
+    lse,  # [N], written, like the next five, which are None if not requested
     mean_logit,
     entropy,
     log_sum_sq,
@@ -177,11 +164,6 @@ def _combine_kernel(
     vocab_size,
     num_tiles,
     ignore_index,
-    WANT_MEAN: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    WANT_SQ: tl.constexpr,
-    WANT_TOP1: tl.constexpr,
-    WANT_ROUNDING: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -202,35 +184,35 @@ def _combine_kernel(
         mask = (tiles < num_tiles)[:, None] & valid[None, :]
         part = tl.load(tile_lse + at, mask=mask, other=float("-inf"))
         top, total, decay, e = _add_tiles(part, top, total)
-        if WANT_ENTROPY:
+        if entropy is not None:
             expectation = tl.load(tile_expectation + at, mask=mask, other=0.0)
             weighted = weighted * decay + tl.sum(e * expectation, 0)
-        if WANT_ROUNDING:
+        if rounding is not None:
             ratio = tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32)
             energy = energy * decay * decay + tl.sum(e * e * ratio, 0)
-        if WANT_SQ:
+        if log_sum_sq is not None:
             part2 = tl.load(tile_lse2 + at, mask=mask, other=float("-inf"))
             top2, total2, _, _ = _add_tiles(part2, top2, total2)
-        if WANT_MEAN:
+        if mean_logit is not None:
             z_sum += tl.sum(tl.load(tile_sum + at, mask=mask, other=0.0), 0)
-        if WANT_TOP1:
+        if is_top1 is not None:
             z_max = tl.maximum(z_max, tl.max(tl.load(tile_max + at, mask=mask, other=float("-inf")), 0))
     row_lse = top + tl.log(total)
     tl.store(lse + rows, tl.where(valid, row_lse, 0.0), mask=in_rows)
     label = tl.load(labels + rows, mask=in_rows, other=0)
     no_tile = (valid == 0) | (label < 0) | (label >= vocab_size)  # no tile wrote the logit of this label
     tl.store(label_logit + rows, tl.zeros((BLOCK_R,), tl.float32), mask=in_rows & no_tile)
-    if WANT_MEAN:
+    if mean_logit is not None:
         tl.store(mean_logit + rows, tl.where(valid, z_sum / vocab_size, 0.0), mask=in_rows)
-    if WANT_ENTROPY:
+    if entropy is not None:
         tl.store(entropy + rows, tl.where(valid, row_lse - weighted / total, 0.0), mask=in_rows)
-    if WANT_SQ:
+    if log_sum_sq is not None:
         tl.store(log_sum_sq + rows, tl.where(valid, top2 + tl.log(total2) - 2.0 * row_lse, 0.0), mask=in_rows)
-    if WANT_ROUNDING:
+    if rounding is not None:
         row_energy = tl.minimum(energy / (total * total), 1.0)
         row_rounding = row_energy * (1.0 - tl.sqrt(row_energy)) * tl.sqrt(1.0 - row_energy)
         tl.store(rounding + rows, tl.where(valid, row_rounding, 0.0), mask=in_rows)
-    if WANT_TOP1:
+    if is_top1 is not None:
         target = tl.load(label_logit + rows, mask=in_rows, other=0.0)
         tl.store(is_top1 + rows, valid & (target >= z_max), mask=in_rows)
 
@@ -253,13 +235,13 @@ def tile_stats(
 
         hopper.launch(inputs, label, 0, inputs.shape.v, exp_cache, tiles=tiles, stat_n=plan.block_n)
         return
-    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    hidden, weight, bias, labels, ignore_index, *_ = inputs
     n, d, v, _ = inputs.shape
     _tile_stats_kernel[(ceil_div(n, plan.block_m) * ceil_div(v, plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels,
         *tiles, label.logit, exp_cache, 0 if exp_cache is None else exp_cache.stride(0),
-        padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, logit_scale, softcap or 1.0,
-        WANT_RATIO=tiles.ratio is not None, STORE=exp_cache is not None, **tiles.flags, **logit_flags(inputs), **plan.constants(),
+        padded(n), n, v, first_col, d, hidden.stride(0), weight.stride(0), ignore_index, *scale_and_softcap(inputs),
+        **plan.constants(),
     )  # fmt: skip
 
 
@@ -274,7 +256,7 @@ def combine(
     n, stride = inputs.shape.n, padded(inputs.shape.n)
     _combine_kernel[(ceil_div(n, 32),)](
         *tiles[:6], label_logit, inputs.labels, lse, *outputs, stride, n, inputs.shape.v, tiles.lse.numel() // stride,
-        inputs.ignore_index, **tiles.flags, WANT_ROUNDING=outputs[4] is not None, BLOCK_R=32, BLOCK_T=256, num_warps=8,
+        inputs.ignore_index, BLOCK_R=32, BLOCK_T=256, num_warps=8,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, num_sms, padded
 from hf_cce.kernels.launcher import Kernel
@@ -120,7 +120,7 @@ def _multiply(
 @gluon.jit
 def _tile_statistics(
     z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio,
-    WANT_RATIO: gl.constexpr, STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Write the statistics of _tile_stats_kernel for tiles of STAT_N columns; return exp(z − maximum) and the maxima."""
     STAT_TILES: gl.constexpr = BLOCK_N // STAT_N
@@ -134,7 +134,7 @@ def _tile_statistics(
     tiles = col_block * STAT_TILES + gl.arange(0, STAT_TILES, gl.SliceLayout(0, BY_TILE))
     out = tiles.to(gl.int64)[None, :] * tile_stride + rows[:, None]
     inside = (rows < num_tokens)[:, None] & (tiles * STAT_N < vocab_size)[None, :]
-    if WANT_RATIO:
+    if tile_ratio is not None:
         safe_total = gl.where(total > 0, total, 1.0)
         width = gl.minimum(vocab_size - tiles * STAT_N, STAT_N).to(gl.float32)
         energy = gl.sum(e * e, 2) - total * total / width[None, :]
@@ -168,9 +168,8 @@ def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr, STORE_N: gl.
 def _consumer(
     h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
-    WANT_RATIO: gl.constexpr, STORE: gl.constexpr, GRADIENT: gl.constexpr, HAS_SCALE: gl.constexpr, STAT_N: gl.constexpr,
-    WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
+    STAT_N: gl.constexpr, WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -185,42 +184,41 @@ def _consumer(
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
         # Loaded before the products, which hide the latency.
-        if STORE or GRADIENT:
+        if out is not None:
             label = gl.load(labels + rows, mask=in_rows, other=ignore_index)
-        if GRADIENT:
+        if grad_lse is not None:
             row_lse = gl.load(lse + rows, mask=in_rows, other=0.0)
             g = gl.load(grad_lse + rows, mask=in_rows, other=0.0)
-        if STORE:
+        if label_logit is not None:
             at_label = gl.load(label_logit + rows, mask=in_rows, other=0.0)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, ACC)
         z, stage, phase = _multiply(
             acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP, ROWS, BLOCK_K, STAGES
         )
-        if HAS_SCALE:
+        if logit_scale is not None:
             z *= logit_scale
-        if GRADIENT:
+        if grad_lse is not None:
             valid = label != ignore_index
             value = gl.exp(z - gl.where(valid, row_lse, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
-            if HAS_SCALE:
+            if logit_scale is not None:
                 value *= logit_scale
         else:
             if col + BLOCK_N > vocab_size:
                 cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC))
                 z = gl.where((cols < vocab_size)[None, :], z, float("-inf"))
             e, top = _tile_statistics(
-                z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, WANT_RATIO, STAT_N, ROWS,
-                BLOCK_N,
+                z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, STAT_N, ROWS, BLOCK_N,
             )  # fmt: skip
-            if STORE:
+            if label_logit is not None:
                 BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
                 # An infinite label logit makes the stored value zero for ignored tokens.
                 at_label = gl.where(label != ignore_index, at_label, float("inf"))
                 height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
-        if STORE or GRADIENT:  # noqa: SIM102 (the second is no constant)
+        if out is not None:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
                 _store(value.to(out.dtype), out, row, col_block * BLOCK_N, staging, WARP_GROUP, STORE_N)
-    if STORE or GRADIENT:
+    if out is not None:
         tma.store_wait(0)
 
 
@@ -231,14 +229,14 @@ def _hopper_tiles_kernel(
     hidden,  # [N, D] descriptor of blocks [BLOCK_M, BLOCK_K]
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
     active,  # [row blocks] int32: 0 if all tokens of the block are ignored, else 1
-    labels,  # [N], if STORE or GRADIENT
-    lse,  # [N], if GRADIENT
-    grad_lse,  # [N], if GRADIENT
-    label_logit,  # [N], if STORE
-    tile_lse,  # unless GRADIENT: see _tile_stats_kernel
-    tile_ratio,  # if WANT_RATIO: likewise
-    # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: the values of hf_cce.kernels.exp_cache if STORE, the
-    # gradient of the logits without the label term if GRADIENT
+    labels,  # [N], if out is given
+    lse,  # [N], if grad_lse is given
+    grad_lse,  # [N], or None
+    label_logit,  # [N], or None
+    tile_lse,  # written unless grad_lse is given: see _tile_stats_kernel
+    tile_ratio,  # likewise, or None
+    # None, or [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: the gradient of the logits without the label
+    # term if grad_lse is given, the values of hf_cce.kernels.exp_cache if label_logit is given
     out,
     out_width,
     tile_stride,
@@ -249,10 +247,6 @@ def _hopper_tiles_kernel(
     hidden_size,
     ignore_index,
     logit_scale,
-    WANT_RATIO: gl.constexpr,
-    STORE: gl.constexpr,
-    GRADIENT: gl.constexpr,
-    HAS_SCALE: gl.constexpr,
     STAT_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -269,7 +263,7 @@ def _hopper_tiles_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    if STORE or GRADIENT:
+    if out is not None:
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORE_BUFFERS, BLOCK_M // 2, STORE_N], out.layout)
     else:
         staging = h_ring  # not used
@@ -279,14 +273,12 @@ def _hopper_tiles_kernel(
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
             )),
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, WANT_RATIO, STORE, GRADIENT, HAS_SCALE, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K,
-                STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
             )),
             (_producer, (
                 hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
@@ -343,6 +335,5 @@ def launch(
         label.active, None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
         None if out is None else tma_descriptor(out, BLOCK_M // 2, shapes["STORE_N"]),
         16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n), n, v, start, stop - start, d,
-        inputs.ignore_index, inputs.logit_scale, WANT_RATIO=ratio is not None, STORE=label_logit is not None,
-        GRADIENT=grads is not None, HAS_SCALE=inputs.logit_scale != 1.0, STAT_N=stat_n, **shapes, num_warps=4,
+        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, **shapes, num_warps=4,
     )  # fmt: skip

@@ -26,9 +26,9 @@ def with_contiguous_rows(x: Any) -> Any:
     return x._replace(hidden=row_major(x.hidden), weight=weight, bias=None if x.bias is None else x.bias.contiguous())
 
 
-def logit_flags(x: Any) -> dict[str, bool]:
-    """Return the constexpr flags with which kernels compile out an unused bias, scale or softcap of ``x``."""
-    return {"HAS_BIAS": x.bias is not None, "HAS_SCALE": x.logit_scale != 1.0, "HAS_SOFTCAP": x.softcap > 0}
+def scale_and_softcap(x: Any) -> tuple[float | None, float | None]:
+    """Return the kernels' arguments ``logit_scale`` and ``softcap``; kernels compile out what is None."""
+    return None if x.logit_scale == 1.0 else x.logit_scale, x.softcap or None
 
 
 class LogitInputs(NamedTuple):
@@ -73,16 +73,6 @@ class TileStats(NamedTuple):
     z_max: Tensor | None = None
     ratio: Tensor | None = None  # bfloat16: see hf_cce.kernels.filter.select
     damping: Tensor | None = None  # likewise
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Constexpr flags with which kernels compile out statistics that were not requested."""
-        return {
-            "WANT_MEAN": self.z_sum is not None,
-            "WANT_ENTROPY": self.expectation is not None,
-            "WANT_SQ": self.lse2 is not None,
-            "WANT_TOP1": self.z_max is not None,
-        }
 
 
 class GradInputs(NamedTuple):

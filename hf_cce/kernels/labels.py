@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import LogitInputs
+from hf_cce.kernels.inputs import LogitInputs, scale_and_softcap
 from hf_cce.kernels.launch_config import Plan, ceil_div
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcapped
+from hf_cce.kernels.tiles import dot, softcapped
 from hf_cce.spec import Divisor
 
 
@@ -20,15 +20,13 @@ from hf_cce.spec import Divisor
 @triton.jit(do_not_specialize=["num_tokens", "ignore_index"])
 def _validate_labels_kernel(
     labels,  # [N]
-    num_items,  # scalar, if HAS_ITEMS
-    divisor,
+    num_items,  # scalar, or None: count the labels
+    divisor,  # used instead, if not None
     ok,  # scalar bool
     factor,  # scalar
     num_tokens,
     vocab_size,
     ignore_index,
-    HAS_ITEMS: tl.constexpr,
-    HAS_DIVISOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     bad = tl.zeros((BLOCK,), tl.int32)
@@ -40,10 +38,10 @@ def _validate_labels_kernel(
         count += valid.to(tl.int32)
         bad += (valid & ((label < 0) | (label >= vocab_size))).to(tl.int32)
     tl.store(ok, tl.sum(bad) == 0)
-    if HAS_DIVISOR:
+    if divisor is not None:
         tl.store(factor, 1.0 / divisor)
     else:
-        items = tl.load(num_items).to(tl.float32) if HAS_ITEMS else tl.sum(count).to(tl.float32)
+        items = tl.sum(count).to(tl.float32) if num_items is None else tl.load(num_items).to(tl.float32)
         tl.store(factor, tl.where(items == 0.0, 0.0, 1.0 / tl.where(items == 0.0, 1.0, items)))
 
 
@@ -53,8 +51,7 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     ok = torch.empty((), dtype=torch.bool, device=labels.device)
     factor = torch.empty((), dtype=torch.float32, device=labels.device)
     _validate_labels_kernel[(1,)](
-        labels, divisor.items, divisor.number, ok, factor, labels.numel(), v, ignore_index,
-        HAS_ITEMS=divisor.items is not None, HAS_DIVISOR=divisor.number > 0, BLOCK=4096, num_warps=8,
+        labels, divisor.items, divisor.number or None, ok, factor, labels.numel(), v, ignore_index, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return ok, factor
 
@@ -66,11 +63,11 @@ def _label_logit_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N]
-    vocab_perm,  # [V] int32, if GATHER: the weight row of each label
+    vocab_perm,  # [V] int32, or None: the weight row of each label
     out,  # [N], zero where the label is ignored
     active,  # [row blocks] int32, if BLOCK_M: 0 if all tokens of the block are ignored, else 1
-    token_perm,  # [N] int64, if SORT: the row of hidden of each token
-    sorted_hidden,  # [N, D], if SORT, written: hidden in the order of token_perm
+    token_perm,  # [N] int64, or None: the row of hidden of each token
+    sorted_hidden,  # [N, D], if token_perm is given, written: hidden in the order of token_perm
     num_tokens,
     vocab_size,
     hidden_size,
@@ -79,12 +76,7 @@ def _label_logit_kernel(
     ignore_index,
     logit_scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    GATHER: tl.constexpr,
-    SORT: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,31 +89,30 @@ def _label_logit_kernel(
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     label = tl.load(labels + rows, mask=rows < num_tokens, other=ignore_index)
     in_vocab = (label != ignore_index) & (label >= 0) & (label < vocab_size)
-    if GATHER:
+    if vocab_perm is not None:
         label = tl.load(vocab_perm + label, mask=in_vocab, other=0).to(tl.int64)
     inside = rows < num_tokens
-    at = tl.load(token_perm + rows, mask=inside, other=0) if SORT else rows.to(tl.int64)
+    at = rows.to(tl.int64) if token_perm is None else tl.load(token_perm + rows, mask=inside, other=0)
     ks = tl.arange(0, BLOCK_K)
     products = tl.zeros((BLOCK_R, BLOCK_R), tl.float32)
     for k in range(0, hidden_size, BLOCK_K):
         in_d = (k + ks < hidden_size)[None, :]
         mask = in_vocab[:, None] & in_d
-        load_mask = inside[:, None] & in_d if SORT else mask
+        load_mask = mask if token_perm is None else inside[:, None] & in_d
         h = tl.load(hidden + at[:, None] * hidden_stride + (k + ks)[None, :], mask=load_mask, other=0.0)
-        if SORT:
+        if token_perm is not None:
             tl.store(sorted_hidden + rows.to(tl.int64)[:, None] * hidden_size + (k + ks)[None, :], h, mask=load_mask)
         w = tl.load(weight + label.to(tl.int64)[:, None] * weight_stride + (k + ks)[None, :], mask=mask, other=0.0)
-        if UPCAST:
-            h, w = h.to(tl.float32), w.to(tl.float32)
-        products = tl.dot(h, tl.trans(w), products, input_precision=PRECISION)
+        products = dot(h, tl.trans(w), products, PRECISION)
     each = tl.arange(0, BLOCK_R)
     acc = tl.sum(tl.where(each[:, None] == each[None, :], products, 0.0), 1)
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + label, mask=in_vocab, other=0.0).to(tl.float32)
-    acc *= logit_scale
-    if HAS_SOFTCAP:
+    if logit_scale is not None:
+        acc *= logit_scale
+    if softcap is not None:
         acc = softcapped(acc, softcap)
-    if SORT:  # hidden states of ignored tokens were multiplied too, and may hold NaN
+    if token_perm is not None:  # hidden states of ignored tokens were multiplied too, and may hold NaN
         acc = tl.where(in_vocab, acc, 0.0)
     tl.store(out + rows, acc, mask=inside)
     if BLOCK_M > 0:  # noqa: SIM102 (the second is no constant)
@@ -160,14 +151,13 @@ def label_logits(
         token_perm: [N] int64, the row of hidden of each token; None: the token's own index.
         sorted_hidden: [N, D] contiguous, written: ``hidden[token_perm]``, since the kernel reads these rows anyway.
     """
-    hidden, weight, bias, labels, ignore_index, logit_scale, softcap = inputs
+    hidden, weight, bias, labels, ignore_index, *_ = inputs
     n, d, v, _ = inputs.shape
     logit = torch.empty(n, device=hidden.device, dtype=torch.float32)
     active = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
     shapes = plan.label_constants()
     _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
         hidden, weight, bias, labels, vocab_perm, logit, active, token_perm, sorted_hidden, n, v, d, hidden.stride(0),
-        weight.stride(0), ignore_index, logit_scale, softcap or 1.0, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap > 0,
-        GATHER=vocab_perm is not None, SORT=sorted_hidden is not None, BLOCK_M=block_m, **shapes,
+        weight.stride(0), ignore_index, *scale_and_softcap(inputs), BLOCK_M=block_m, **shapes,
     )  # fmt: skip
     return LabelLogits(logit, active)

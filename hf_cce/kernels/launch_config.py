@@ -40,8 +40,7 @@ class Plan:
     num_warps: int
     num_stages: int
     use_tma: bool
-    precision: str  # input precision of a float32 tl.dot: "ieee" or "tf32"
-    upcast: bool = False  # multiply in float32: the interpreter cannot multiply bfloat16
+    precision: str  # of ``tiles.dot``: "ieee" or "tf32"; "upcast" in the interpreter
     group_m: int = 64  # row blocks that share weight tiles in L2
     # Used only by the kernels over kept tiles (hf_cce.kernels.filter.sparse):
     sparse_block_k: int = 64
@@ -66,7 +65,6 @@ class Plan:
             "BLOCK_R": 16 if self.num_warps == 1 else 64,
             "BLOCK_K": self.block_k,
             "PRECISION": self.precision,
-            "UPCAST": self.upcast,
             # Before Ampere, four warps spill registers.
             "num_warps": self.num_warps if self.block_m < 128 else 4,
             "num_stages": 4,
@@ -80,7 +78,6 @@ class Plan:
             "GROUP_M": self.group_m,
             "TMA": self.use_tma,
             "PRECISION": self.precision,
-            "UPCAST": self.upcast,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -93,7 +90,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     """
     precision = "tf32" if hidden.dtype == torch.float32 and _allows_tf32() else "ieee"
     if hidden.device.type == "cpu":  # the interpreter: small tiles, so that tests cross tile borders
-        return Plan(16, 32, 32, 1, 1, False, "ieee", upcast=True)
+        return Plan(16, 32, 32, 1, 1, False, "upcast")
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
     major = capability(hidden)[0]

@@ -25,14 +25,12 @@ from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 def _total_loss_kernel(
     lse,  # [N], zero where the label is ignored
     label_logit,  # [N], likewise
-    mean_logit,  # [N], likewise, if SMOOTH
+    mean_logit,  # [N], likewise, or None: no label smoothing
     factor,  # scalar
     loss,  # scalar
     num_tokens,
     label_smoothing,
-    z_loss,
-    SMOOTH: tl.constexpr,
-    Z_LOSS: tl.constexpr,
+    z_loss,  # None: zero
     BLOCK: tl.constexpr,
 ):
     total = tl.zeros((BLOCK,), tl.float32)
@@ -42,9 +40,9 @@ def _total_loss_kernel(
         row_lse = tl.load(lse + at, mask=mask, other=0.0)
         z = tl.load(label_logit + at, mask=mask, other=0.0)
         row = row_lse - z
-        if SMOOTH:
+        if mean_logit is not None:
             row += label_smoothing * (z - tl.load(mean_logit + at, mask=mask, other=0.0))
-        if Z_LOSS:
+        if z_loss is not None:
             row += z_loss * row_lse * row_lse
         total += row
     tl.store(loss, tl.sum(total) * tl.load(factor))
@@ -56,8 +54,8 @@ def total_loss(
     """Return the sum of the tokens' losses times ``factor``; ``mean_logit`` is only needed for label smoothing."""
     loss = torch.empty((), dtype=torch.float32, device=lse.device)
     _total_loss_kernel[(1,)](
-        lse, label_logit, mean_logit, factor, loss, lse.numel(), spec.label_smoothing, spec.z_loss,
-        SMOOTH=spec.label_smoothing > 0, Z_LOSS=spec.z_loss > 0, BLOCK=4096, num_warps=8,
+        lse, label_logit, mean_logit if spec.label_smoothing else None, factor, loss, lse.numel(), spec.label_smoothing,
+        spec.z_loss or None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return loss
 

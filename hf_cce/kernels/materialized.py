@@ -30,11 +30,11 @@ class SavedLogits:
 
 
 @triton.jit
-def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    if HAS_BIAS:
+def _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap):
+    if bias is not None:
         x += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
     x *= logit_scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         x = softcapped(x, softcap)
     return x
 
@@ -52,8 +52,6 @@ def _row_stats_kernel(
     ignore_index,
     logit_scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -69,7 +67,7 @@ def _row_stats_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap)
         at_label += tl.where(cols == label, x, 0.0)
         x = tl.where(cols < vocab_size, x, float("-inf"))
         new = tl.maximum(top, x)
@@ -99,8 +97,6 @@ def _row_gradient_kernel(
     logit_scale,
     softcap,
     z_loss,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -114,9 +110,9 @@ def _row_gradient_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x = _scaled_logits(x, cols, bias, vocab_size, logit_scale, softcap)
         gradient = tl.where(valid, tl.exp(x - row_lse), 0.0) * grad_lse - tl.where(cols == label, g, 0.0)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             gradient *= softcap_slope(x, softcap)
         # If `out` aliases the logits, all threads must have read this block before any thread writes.
         tl.debug_barrier()
@@ -156,8 +152,8 @@ def cross_entropy(
     (n, v), (bias, labels) = logits.shape, _bias_and_labels(x, logits)
     lse, label_logit = torch.empty((2, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
     _row_stats_kernel[(n,)](
-        logits, bias, labels, lse, label_logit, v, logits.stride(0), spec.ignore_index, spec.logit_scale, spec.softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0, BLOCK=2048, num_warps=8,
+        logits, bias, labels, lse, label_logit, v, logits.stride(0), spec.ignore_index, spec.logit_scale, spec.softcap or None,
+        BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return total_loss(lse, label_logit, factor, spec), SavedLogits(logits, lse)
 
@@ -183,8 +179,7 @@ def gradients(
         dlogits = logits.view(x.hidden.dtype)  # in place
     _row_gradient_kernel[(n,)](
         logits, dlogits, bias, labels, saved.lse, grad, factor, v, logits.stride(0), dlogits.stride(0), spec.ignore_index,
-        spec.logit_scale, spec.softcap or 1.0, spec.z_loss, HAS_BIAS=bias is not None, HAS_SOFTCAP=spec.softcap > 0,
-        BLOCK=2048, num_warps=8,
+        spec.logit_scale, spec.softcap or None, spec.z_loss, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     del logits
     gradient = dlogits[:, :v]

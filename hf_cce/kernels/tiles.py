@@ -15,6 +15,16 @@ def tile_position(tile, num_row_blocks, num_col_blocks, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """Return a · b + acc; "upcast" multiplies in float32, because Triton's interpreter cannot multiply bfloat16."""
+    if PRECISION == "upcast":
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def softcapped(x, softcap):
     """Return softcap · tanh(x / softcap), computed from the exponential of a negative number, which cannot overflow.
 
@@ -39,7 +49,7 @@ def tile_logits(
     hidden,  # [N, D] pointer or TMA descriptor
     weight,  # [V, D] pointer or TMA descriptor
     bias,  # [V] pointer
-    vocab_perm,  # [V padded to whole tiles] int32: the row of weight of each column, if GATHER
+    vocab_perm,  # [V padded to whole tiles] int32: the row of weight of each column; None if they are in order
     row,  # first token of the tile
     col,  # first vocabulary entry of the tile
     num_tokens,
@@ -49,13 +59,8 @@ def tile_logits(
     weight_stride,
     logit_scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
-    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -63,7 +68,7 @@ def tile_logits(
     """Return softcap · tanh(logit_scale · (h Wᵀ + b) / softcap) of one tile, [BLOCK_M, BLOCK_N] float32; undefined outside V."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     cols = col + tl.arange(0, BLOCK_N)
-    if TMA and not GATHER:
+    if TMA and vocab_perm is None:
         for k in range(0, hidden_size, BLOCK_K):
             acc = tl.dot(hidden.load([row, k]), weight.load([col, k]).T, acc)
     elif TMA:
@@ -77,21 +82,19 @@ def tile_logits(
         rows = row + tl.arange(0, BLOCK_M)
         ks = tl.arange(0, BLOCK_K)
         h_ptr = hidden + rows.to(tl.int64)[:, None] * hidden_stride + ks[None, :]
-        w_rows = tl.load(vocab_perm + cols) if GATHER else cols
+        w_rows = cols if vocab_perm is None else tl.load(vocab_perm + cols)
         w_ptr = weight + w_rows.to(tl.int64)[:, None] * weight_stride + ks[None, :]
         row_in, col_in = (rows < num_tokens)[:, None], (cols < vocab_size)[:, None]
         for k in range(0, hidden_size, BLOCK_K):
             in_k = (ks < hidden_size - k)[None, :]
             h = tl.load(h_ptr + k, mask=row_in & in_k, other=0.0)
             w = tl.load(w_ptr + k, mask=col_in & in_k, other=0.0)
-            if UPCAST:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(h, tl.trans(w), acc, input_precision=PRECISION)
-    if HAS_BIAS:
+            acc = dot(h, tl.trans(w), acc, PRECISION)
+    if bias is not None:
         acc += tl.load(bias + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)[None, :]
-    if HAS_SCALE:
+    if logit_scale is not None:
         acc *= logit_scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         acc = softcapped(acc, softcap)
     return acc
 
@@ -114,30 +117,26 @@ def tile_gradient(
     vocab_size,
     logit_scale,
     softcap,
-    HAS_MEAN: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Return the gradient w.r.t. one tile of h Wᵀ + b, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
     p = tl.exp(z - row_lse[:, None])
-    if HAS_ENTROPY:
+    if grad_entropy is not None:
         g_entropy = tl.load(grad_entropy + rows, mask=valid, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)
         z_finite = tl.maximum(z, -1e30)  # for z = -inf, p * z would be NaN instead of 0
         gradient = p * (g[:, None] - g_entropy[:, None] * (z_finite - expectation[:, None]))
     else:
         gradient = p * g[:, None]
-    if HAS_MEAN:
+    if grad_mean is not None:
         g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
         gradient += (g_mean / vocab_size)[:, None]
     hit = valid & (label >= col) & (label < col + BLOCK_N)
     if tl.sum(hit.to(tl.int32)) > 0:
         g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
         gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)
-    if HAS_SOFTCAP:
+    if softcap is not None:
         gradient *= softcap_slope(z, softcap)
-    if HAS_SCALE:
+    if logit_scale is not None:
         gradient *= logit_scale
     return gradient

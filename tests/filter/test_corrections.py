@@ -80,11 +80,12 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
         moment = (h * m[:, None]).t() @ h / m.sum()
         return torch.cat([rows - rows.mean(0) for rows in weight[places].to(dtype).split(BLOCK)]) @ moment
 
-    found = corrections.make_weight_correction(hidden, weight, padded, mass, BLOCK)
+    means = torch.stack([rows.mean(0) for rows in weight[places].split(BLOCK)])
+    found = corrections.make_weight_correction(hidden, weight, padded, means, mass, BLOCK)
     assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
     # Two chained products through 16 directions: one more rounding than the reference.
     assert_accurate(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
-    nothing = corrections.make_weight_correction(hidden, weight, padded, torch.zeros_like(mass), BLOCK)
+    nothing = corrections.make_weight_correction(hidden, weight, padded, means, torch.zeros_like(mass), BLOCK)
     assert not (nothing.row_coeffs @ nothing.basis).any()
 
 
@@ -96,7 +97,8 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
     weight = torch.randn(300, 64, generator=g).to(DEVICE)
     order = torch.nn.functional.pad(torch.arange(300), (0, -300 % BLOCK)).int().to(DEVICE)
     mass = torch.rand(-(-300 // BLOCK), 400, generator=g).to(DEVICE)
-    found = corrections.make_weight_correction(hidden, weight, order, mass, BLOCK)
+    means = torch.stack([rows.mean(0) for rows in weight.split(BLOCK)])
+    found = corrections.make_weight_correction(hidden, weight, order, means, mass, BLOCK)
     m = mass.double().sum(0)
     moment = (hidden.double() * m[:, None]).t() @ hidden.double() / m.sum()
     rows = torch.cat([r - r.mean(0) for r in weight.double().split(BLOCK)])

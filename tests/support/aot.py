@@ -53,18 +53,22 @@ def jitted_kernels() -> set[str]:
 
 
 def budget_label(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
-    """Return a compilation's name in the budget: what differs between launches of a kernel, except number alignment."""
+    """Return a compilation's name in the budget: what differs between launches of a kernel, except number alignment.
+
+    Arguments that are None come last, with a minus sign.
+    """
     constants = {p.name: arguments.get(p.name, p.default) for p in function.params if p.is_constexpr}
     blocks = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
     launch = [
         f"{short}{arguments[name]}" for name, short in (("num_warps", "w"), ("num_stages", "s")) if name in arguments
     ]
-    others = {name: value for name, value in constants.items() if name not in ("GROUP_M", "PRECISION", "UPCAST")}
+    others = {name: value for name, value in constants.items() if name not in ("GROUP_M", "PRECISION")}
     flags = [
         name if value is True else f"{name}={value}"
         for name, value in others.items()
         if value is not None and value is not False and not name.startswith("BLOCK_")
     ]
+    flags += [f"-{p.name}" for p in function.params if not p.is_constexpr and arguments.get(p.name) is None]
     dtype_part = [str(dtype).removeprefix("torch.")] if has_matmul(function) else []
     return " ".join(filter(None, [kernel_name(function), *dtype_part, "x".join(blocks), *launch, *flags]))
 

@@ -104,26 +104,6 @@ def _mass_weighted_hidden_kernel(
             tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
 
 
-@Kernel
-@triton.jit
-def _row_coeffs_kernel(
-    product,  # [V, 16] float32: the weight times the basis directions
-    vocab_perm,  # [V padded] int32
-    out,  # [V, 16], written: for each column, its product minus the mean over its block
-    v,
-    BLOCK_N: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, SIZE)
-    mask = (cols < v)[:, None]
-    x = tl.load(product + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * SIZE + ks[None, :], mask=mask, other=0.0)
-    mean = tl.sum(x, 0) / tl.minimum(v - tl.program_id(0) * BLOCK_N, BLOCK_N).to(tl.float32)
-    tl.store(
-        out + cols.to(tl.int64)[:, None] * SIZE + ks[None, :], (x - mean[None, :]).to(out.dtype.element_ty), mask=mask
-    )
-
-
 def correction_bytes(shape: Shape, need_weight: bool) -> int:
     """Return the bytes of the results of ``dropped_covariance`` and ``make_weight_correction``."""
     _, d, v, dtype = shape
@@ -133,7 +113,7 @@ def correction_bytes(shape: Shape, need_weight: bool) -> int:
 def correction_scratch_bytes(shape: Shape, block_n: int, need_weight: bool) -> int:
     """Return an upper bound on the scratch bytes of ``dropped_covariance`` and ``make_weight_correction``, without results."""
     (n, d, v, _), element = shape, shape.dtype.itemsize
-    weight_correction_bytes = 4 * d * d + element * n * d + 4 * RANK.value * (v + 8 * d)
+    weight_correction_bytes = 4 * d * d + 32 * RANK.value * d + max(element * n * d, 8 * RANK.value * v)
     return max(4 * d * d + max(CENTERED_BYTES, element * block_n * d), weight_correction_bytes * need_weight)
 
 
@@ -185,6 +165,7 @@ def make_weight_correction(
     hidden: Tensor,  # [N, D]
     weight: Tensor,  # [V, D]
     vocab_perm: Tensor,  # [V padded]
+    means: Tensor,  # [T, D]: mean rows of the column blocks
     mass: Tensor,  # [G, N]: see ``DroppedMass.per_token``
     block_n: int,
 ) -> WeightCorrection:
@@ -206,10 +187,13 @@ def make_weight_correction(
         directions = _orthonormal(product)
     basis = torch.empty((size, d), device=weight.device, dtype=torch.float32)
     multiply_add(basis, directions.t(), moment, first=True)
-    product = torch.empty((v, size), device=weight.device, dtype=torch.float32)
-    multiply_add(product, weight, directions.to(weight.dtype), first=True)
-    row_coeffs = weight.new_empty((v, size))
-    _row_coeffs_kernel[(ceil_div(v, block_n),)](product, vocab_perm, row_coeffs, v, BLOCK_N=block_n, SIZE=size)
+    directions = directions.to(weight.dtype)
+    coeffs, mean_coeffs = (torch.empty((len(x), size), device=x.device, dtype=torch.float32) for x in (weight, means))
+    multiply_add(coeffs, weight, directions, first=True)
+    multiply_add(mean_coeffs, means, directions, first=True)
+    coeffs = coeffs.index_select(0, vocab_perm[:v])
+    coeffs -= mean_coeffs.repeat_interleave(block_n, 0)[:v]
+    row_coeffs = coeffs.to(weight.dtype)
     return WeightCorrection(row_coeffs.nan_to_num_(0.0, 0.0, 0.0), basis.to(weight.dtype))
 
 

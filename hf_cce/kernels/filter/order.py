@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,15 +24,6 @@ EXACT_COLUMNS = (
 )  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
 MAX_VOCAB_16BIT_KEYS = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
 MAX_COUNTING_SORT_TOKENS = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
-
-
-@Kernel
-@triton.jit
-def _invert_order_kernel(by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(by_logit + at, mask=at < v, other=0).to(tl.int32)
-    tl.store(vocab_perm + at, entry, mask=at < padded)
-    tl.store(inv_vocab_perm + entry, at, mask=at < v)
 
 
 @Kernel
@@ -127,11 +119,9 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     if bias is not None:
         average = average + bias
     by_logit = torch.sort(average, descending=True).indices
-    padded = ceil_div(v, block_n) * block_n
-    vocab_perm = torch.empty(padded, dtype=torch.int32, device=hidden.device)
-    inv_vocab_perm = torch.empty(v, dtype=torch.int32, device=hidden.device)
-    _invert_order_kernel[(ceil_div(padded, 1024),)](by_logit, vocab_perm, inv_vocab_perm, v, padded, BLOCK=1024)
-    return Vocabulary(vocab_perm, inv_vocab_perm)
+    columns = torch.arange(v, dtype=torch.int32, device=hidden.device)
+    inv_vocab_perm = torch.empty_like(columns).scatter_(0, by_logit, columns)
+    return Vocabulary(F.pad(by_logit.int(), (0, -v % block_n)), inv_vocab_perm)
 
 
 def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:

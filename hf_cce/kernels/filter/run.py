@@ -159,7 +159,7 @@ def _select_tiles(
     if corrected and request.need_weight:
         if vocabulary.weight_correction is None:
             vocabulary.weight_correction = make_weight_correction(
-                saved.hidden, weight, vocab_perm, mass.per_token, plan.block_n
+                saved.hidden, weight, vocab_perm, saved.means, mass.per_token, plan.block_n
             )
         correction = vocabulary.weight_correction
     rows, cols = saved.tile_grid

@@ -63,7 +63,6 @@ def _tile_energy_kernel(
     v,
     softcap,
     BY_ROUNDING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -81,7 +80,7 @@ def _tile_energy_kernel(
     else:
         at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
         wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             wrong *= softcap_slope(at_label, softcap)
         row_reference = wrong * wrong
     total = tl.where(begin == 0, tl.sum(row_reference), 0.0)
@@ -227,7 +226,7 @@ def _longest_first_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "num_row_blocks"], do_not_specialize_on_alignment=["tile_mass"])
 def _mass_kernel(
     tile_lse,  # [T, N]
-    tile_damping,  # [T, N], if HAS_DAMPING
+    tile_damping,  # [T, N], or None
     kept_slot,  # [T, row blocks]
     lse,  # [N]
     labels,  # [N], V if ignored
@@ -242,7 +241,6 @@ def _mass_kernel(
     num_col_blocks,
     v,
     logit_scale,
-    HAS_DAMPING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -262,7 +260,7 @@ def _mass_kernel(
     p = tl.where(valid[None, :], p, 0.0)  # logits of ignored tokens may be NaN
     sums = blocks * num_row_blocks + row_block
     tl.store(probability + sums, tl.sum(p, 1), mask=in_blocks)
-    if HAS_DAMPING:
+    if tile_damping is not None:
         p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     p *= g[None, :]
     tl.store(tile_mass + sums, tl.sum(p, 1), mask=in_blocks)
@@ -327,8 +325,8 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     reference_sums = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
     _tile_energy_kernel[grid](
         saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, saved.rounding, energy,
-        reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or 1.0, BY_ROUNDING=by_rounding,
-        HAS_SOFTCAP=saved.softcap > 0, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
+        reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or None, BY_ROUNDING=by_rounding,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
     block = max(2048, power_of_2(rows * cols // 128))  # each program of _choose_tiles_kernel reads all histograms
     counts = torch.empty((ceil_div(rows * cols, block), BINS.value), dtype=torch.int32, device=device)
@@ -356,6 +354,6 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: 
     _mass_kernel[(rows, len(per_token))](
         saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
         per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
-        HAS_DAMPING=saved.tile_damping is not None, BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
+        BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
     return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])

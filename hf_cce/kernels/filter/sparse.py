@@ -17,30 +17,28 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
-from hf_cce.kernels.inputs import logit_flags
+from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launch_config import ceil_div, operand
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import tile_gradient, tile_logits
+from hf_cce.kernels.tiles import dot, tile_gradient, tile_logits
 
 
 @triton.jit
 def _add_dropped(
     acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size,
-    CORRECTED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return ``acc`` [BLOCK_N, BLOCK_D] plus the contribution of the dropped tiles of a column block to its rows of dW."""
     width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
     even = tl.load(block_sums + block.to(tl.int64) * hidden_size + ds, mask=ds < hidden_size, other=0.0) / width
     acc += even[None, :]
-    if CORRECTED:
+    if row_coeffs is not None:
         cols, js = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
         at = cols.to(tl.int64)[:, None] * RANK + js[None, :]
         a = tl.load(row_coeffs + at, mask=(cols < vocab_size)[:, None], other=0.0)
         b = tl.load(basis + js[:, None] * hidden_size + ds[None, :], mask=(ds < hidden_size)[None, :], other=0.0)
         a = (a.to(tl.float32) * (tl.load(block_mass + block) / width)).to(b.dtype)
-        if UPCAST:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = dot(a, b, acc, PRECISION)
     return acc
 
 
@@ -49,9 +47,9 @@ def _add_dropped(
 def _kept_tiles_kernel(
     pass_number,
     hidden,  # [N, D] in the order of rows
-    weight,  # [V, D] in the order of columns; in the order of the vocabulary if GATHER
+    weight,  # [V, D] in the order of columns; in the order of the vocabulary if vocab_perm is given
     bias,  # [V] in the order of columns
-    vocab_perm,  # [V padded]
+    vocab_perm,  # [V padded], or None
     labels,  # [N]: the column of each label; V if ignored
     lse,  # [N]
     grad_lse,  # [N]
@@ -67,14 +65,9 @@ def _kept_tiles_kernel(
     weight_stride,
     logit_scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     FLATTEN: tl.constexpr,  # use one loop over tiles and the hidden size, so that loads are pipelined across tiles
     TMA: tl.constexpr,
-    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,11 +86,11 @@ def _kept_tiles_kernel(
         g = tl.where(label < vocab_size, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
         z = tile_logits(
             hidden, weight, bias, vocab_perm, row, col, num_tokens, vocab_size, hidden_size, hidden_stride, weight_stride,
-            logit_scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, TMA, GATHER, PRECISION, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+            logit_scale, softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         gradient = tile_gradient(
             z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
-            vocab_size, logit_scale, softcap, False, False, HAS_SCALE, HAS_SOFTCAP, BLOCK_N,
+            vocab_size, logit_scale, softcap, BLOCK_N,
         )  # fmt: skip
         # A slot holds a whole tile: set it to zero outside N and V.
         if col + BLOCK_N > vocab_size:
@@ -114,8 +107,8 @@ def _kept_tiles_kernel(
 def _hidden_gradient_kernel(
     pass_number,
     scratch,  # [slots · BLOCK_M, BLOCK_N] pointer or TMA descriptor [BLOCK_M, BLOCK_K]
-    weight,  # [V, D] pointer, or TMA descriptor [BLOCK_K, BLOCK_D] of the sorted weight
-    vocab_perm,  # [V padded], if GATHER
+    weight,  # [V, D] as for _kept_tiles_kernel, or TMA descriptor [BLOCK_K, BLOCK_D] of the sorted weight
+    vocab_perm,  # [V padded], or None
     row_tiles,  # [row blocks, T] int64
     row_pass,  # [row blocks, P + 1]
     row_order,  # [P, row blocks]
@@ -130,9 +123,7 @@ def _hidden_gradient_kernel(
     weight_stride,
     PASSES,
     TMA: tl.constexpr,
-    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -165,15 +156,13 @@ def _hidden_gradient_kernel(
             else:
                 at = (slot + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * BLOCK_N
                 g = tl.load(scratch + at + (k + ks)[None, :])
-            if TMA and not GATHER:
+            if TMA and vocab_perm is None:
                 w = weight.load([col, d])
             else:
-                w_rows = tl.load(vocab_perm + col + ks) if GATHER else col + ks
+                w_rows = col + ks if vocab_perm is None else tl.load(vocab_perm + col + ks)
                 w_in = (col + ks < vocab_size)[:, None] & (ds < hidden_size)[None, :]
                 w = tl.load(weight + w_rows.to(tl.int64)[:, None] * weight_stride + ds[None, :], mask=w_in, other=0.0)
-            if UPCAST:
-                g, w = g.to(tl.float32), w.to(tl.float32)
-            acc = tl.dot(g, w, acc, input_precision=PRECISION)
+            acc = dot(g, w, acc, PRECISION)
         if end == tl.load(row_pass + row_block * (PASSES + 1) + PASSES):
             to = tl.load(token_perm + rows, mask=rows < num_tokens, other=0)
             tl.store(out + to[:, None] * hidden_size + ds[None, :], acc.to(out.dtype.element_ty), mask=mask)
@@ -199,8 +188,8 @@ def _weight_gradient_kernel(
     pass_block,  # [P + 1], likewise
     pass_start,  # [P + 1], likewise
     block_sums,  # [T, D] float32: contribution of dropped tiles to dW, summed over the rows of each column block
-    block_mass,  # [T] float32, if CORRECTED: mass of dropped tiles
-    row_coeffs,  # [V, 16], if CORRECTED: see hf_cce.kernels.filter.corrections.WeightCorrection
+    block_mass,  # [T] float32: mass of dropped tiles; None, like the next two: no correction
+    row_coeffs,  # [V, 16]: see hf_cce.kernels.filter.corrections.WeightCorrection
     basis,  # [16, D], likewise
     out,  # [V, D], written in the order of the vocabulary; in the order of columns if IN_PLACE and ``_stays_in_column_order``
     num_tokens,
@@ -208,11 +197,9 @@ def _weight_gradient_kernel(
     hidden_size,
     hidden_stride,
     IN_PLACE: tl.constexpr,  # out is in the memory of the sorted weight
-    CORRECTED: tl.constexpr,
     RANK: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -244,12 +231,10 @@ def _weight_gradient_kernel(
                 h = tl.load(
                     hidden + (row + ks).to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=h_in, other=0.0
                 )
-            if UPCAST:
-                g, h = g.to(tl.float32), h.to(tl.float32)
-            acc = tl.dot(tl.trans(g), h, acc, input_precision=PRECISION)
+            acc = dot(tl.trans(g), h, acc, PRECISION)
         acc = _add_dropped(
-            acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, CORRECTED, RANK, PRECISION,
-            UPCAST, BLOCK_N,
+            acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, RANK, PRECISION,
+            BLOCK_N,
         )  # fmt: skip
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         entries = tl.where(in_column_order, cols, tl.load(vocab_perm + cols))
@@ -301,7 +286,7 @@ def multiply_kept(
     plan, workspace, hidden, vocab_perm = saved.plan, saved.workspace, saved.hidden, saved.vocabulary.vocab_perm
     (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.tile_grid
     gather = saved.weight is None
-    source = weight if saved.weight is None else saved.weight
+    source, gathered = (weight, vocab_perm) if saved.weight is None else (saved.weight, None)
     scratch = hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
     grad_hidden = torch.empty_like(hidden) if request.need_hidden else hidden.new_empty(0)
     in_place = request.need_weight and not gather
@@ -317,22 +302,21 @@ def multiply_kept(
         "BLOCK_N": plan.block_n,
         "TMA": plan.use_tma,
         "PRECISION": plan.precision,
-        "UPCAST": plan.upcast,
     }
     # The kept tiles of a pass, written to the scratch buffer
     launches = [_kept_tiles_kernel.prepare(
         (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
-        source if gather else operand(source, plan.block_n, plan), saved.bias, vocab_perm, saved.order.labels, saved.lse,
+        source if gather else operand(source, plan.block_n, plan), saved.bias, gathered, saved.order.labels, saved.lse,
         request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
-        source.stride(0), saved.logit_scale, saved.softcap or 1.0, **logit_flags(saved), FLATTEN=plan.flatten, GATHER=gather,
+        source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten,
         BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages, **constants,
     )]  # fmt: skip
     if request.need_hidden:  # tiles · weight, added to dh
         launches.append(_hidden_gradient_kernel.prepare(
             (rows * ceil_div(d, plan.block_d),), 0, operand(scratch, plan.block_m, plan, plan.sparse_block_k),
-            source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d), vocab_perm, kept.row_tiles,
+            source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d), gathered, kept.row_tiles,
             kept.row_pass, kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d,
-            source.stride(0), workspace.passes, GATHER=gather, BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.block_d,
+            source.stride(0), workspace.passes, BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.block_d,
             num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **constants,
         ))  # fmt: skip
     if request.need_weight:  # tilesᵀ · hidden plus the contribution of dropped tiles: the pass's rows of dW
@@ -341,7 +325,7 @@ def multiply_kept(
             operand(scratch, plan.sparse_block_k, plan, plan.block_n),
             operand(hidden, plan.sparse_block_k, plan, plan.weight_block_d), vocab_perm, kept.tile_rows, kept.first_kept,
             kept.pass_block, kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
-            hidden.stride(0), IN_PLACE=reorder, CORRECTED=correction is not None, RANK=RANK.value,
+            hidden.stride(0), IN_PLACE=reorder, RANK=RANK.value,
             BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.weight_block_d, num_warps=plan.weight_warps,
             num_stages=plan.weight_stages, **constants,
         ))  # fmt: skip
