@@ -30,7 +30,7 @@ from hf_cce.deferred.lazy_tensor import (
     private_saved_tensors,
 )
 from hf_cce.deferred.operations import apply_ops
-from hf_cce.deferred.recipe import Recipe, SharedStorage, leaf_of, versions_of
+from hf_cce.deferred.recipe import Recipe, SharedStorage
 from hf_cce.deferred.training_call import TrainingCall
 
 
@@ -58,10 +58,8 @@ def lazy_logits(
 def to_wrapper(recipe: Recipe) -> Any:
     """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
     keep_out_of_graphs()
-    leaves = tuple(None if x is None else leaf_of(x) for x in recipe.operands)
-    own = recipe.with_operands(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), aliases=[])
     with private_saved_tensors():
-        return HeadOutput.apply(LazyLogitsTensor, own, *recipe.operands)
+        return HeadOutput.apply(LazyLogitsTensor, recipe.with_leaves(), *recipe.operands)
 
 
 class LazyLogits(LazyTensor):

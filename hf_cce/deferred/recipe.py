@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
-from hf_cce.deferred.training_call import CHANGED, TrainingCall
+from hf_cce.deferred.training_call import CHANGED, OptimizerSteps, TrainingCall
 from hf_cce.sharded import as_replicated
 
 
@@ -48,7 +48,10 @@ class Recipe(NamedTuple):
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
-    versions: tuple[int | None, ...] = ()  # to detect reads after optimizer.step(), which changes the logits
+    versions: tuple[
+        int | None, ...
+    ] = ()  # of the leaves, to detect reads after optimizer.step(), which changes the logits
+    step: int = 0  # optimizer steps taken before, for the same purpose
     aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property
@@ -70,6 +73,12 @@ class Recipe(NamedTuple):
 
     def with_operands(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
         return self._replace(hidden_states=hidden_states, weight=weight, bias=bias)
+
+    def with_leaves(self) -> Recipe:
+        """Return the recipe of eager code, on leaves that stand for the operands."""
+        leaves = tuple(None if x is None else leaf_of(x) for x in self.operands)
+        new = self.with_operands(*leaves)
+        return new._replace(leaves=leaves, versions=versions_of(*leaves), step=OptimizerSteps.taken, aliases=[])
 
     def without_operands(self) -> Recipe:
         return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
@@ -104,7 +113,7 @@ class Recipe(NamedTuple):
         return torch.autocast(self.hidden_states.device.type, enabled=False)
 
     def check_fresh(self) -> None:
-        if self.versions and self.versions != versions_of(*self.leaves):
+        if self.versions and (self.versions != versions_of(*self.leaves) or self.call.trained_since(self.step)):
             raise RuntimeError(CHANGED)
 
 

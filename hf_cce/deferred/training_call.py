@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_cce.config import CCEConfig, CCEWarning
 from hf_cce.filter_state import FilterState
@@ -21,6 +24,10 @@ from hf_cce.sharded import to_local
 CHANGED = (
     "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
     "(optimizer.step()?); read outputs.logits before the step, or keep outputs.logits.materialize()"
+)
+FREED = (
+    "cannot compute these deferred logits: FSDP has freed the LM head's weight; read outputs.logits before loss.backward(), or "
+    "keep outputs.logits.materialize()"
 )
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 
@@ -81,6 +88,7 @@ class TrainingCall:
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
     owner: Any = None  # the Patch of the model that was called
+    model: Any = None
     head: Any = None
     labels: bool = True  # False: the caller uses the logits after the call has returned
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
@@ -92,7 +100,6 @@ class TrainingCall:
     full_logits: bool = False  # they were computed, and counted, at least once
     traced: int = 0  # number of ``fused`` that are in a compiled graph
     closed: bool = False  # the call has returned
-    versions: Any = None  # of the head's parameters when the call returned
     last_pass: Any = None  # (inputs, result) of the last pass through the head; cleared by the backward pass
 
     @property
@@ -103,27 +110,46 @@ class TrainingCall:
 
     @contextlib.contextmanager
     def unsharded_weight(self, weight: Any) -> Iterator[None]:
-        """Within this block, have FSDP2 gather the head's ``weight`` if it was freed right after the head's forward."""
+        """Within this block, have FSDP2 gather the head's ``weight`` if it was freed after a forward or backward pass."""
         part = weight if torch.compiler.is_compiling() else to_local(weight)
         if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:
             yield
             return
-        groups = (
-            [] if self.head is None else [x for x in self.head.modules() if hasattr(x, "set_reshard_after_forward")]
-        )
-        if not groups or self.versions not in (None, versions_in(self.head)):
-            raise RuntimeError(CHANGED)
-        for group in groups:
-            group.unshard()
+        gathered = []
         try:
+            for group in self._fsdp2_groups():
+                group.unshard()
+                gathered.append(group)
+                if part.untyped_storage().nbytes() > 0:
+                    break
+            else:
+                raise RuntimeError(FREED)
             yield
         finally:
-            for group in groups:
+            for group in gathered:
                 group.reshard()
 
-    def close(self) -> None:
-        self.closed = True
-        self.versions = None if self.head is None else versions_in(self.head)
+    def _fsdp2_groups(self) -> Iterator[Any]:
+        """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
+        if self.head is None or self.model is None:
+            return
+        yield from (x for x in self.head.modules() if hasattr(x, "unshard"))
+        around = [x for x in self.model.modules() if x is not self.head and any(y is self.head for y in x.modules())]
+        yield from (x for x in reversed(around) if hasattr(x, "unshard"))
+
+    def trained_since(self, step: int) -> bool:
+        """Return True if an optimizer may have changed the head since ``OptimizerSteps.taken`` was ``step``.
+
+        FSDP and DeepSpeed change parameters where PyTorch's version counters do not show it, and their optimizers may hold other
+        tensors than the head does.
+        """
+        if self.head is None or step == OptimizerSteps.taken:
+            return False
+        trained = [id(x) for x in self.head.parameters() if x.requires_grad]
+        last = OptimizerSteps.last
+        owners = [x for x in last if any(id(y) in trained for group in x.param_groups for y in group["params"])]
+        sharded = not owners and distributed.is_available() and distributed.is_initialized()
+        return bool(trained) and any(last[x] > step for x in (last if sharded else owners))
 
     def note_fused(self) -> None:
         self.fused += 1
@@ -166,9 +192,21 @@ class TrainingCall:
             self.reasons.append(why)
 
 
-def versions_in(head: Any) -> list[int]:
-    """Return the version counters of a head's parameters, which an optimizer step increases."""
-    return [x._version for x in head.parameters() if not x.is_inference()]
+class OptimizerSteps:
+    """The steps of all optimizers of this process since ``watch``."""
+
+    taken = 0
+    last: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()  # number of each optimizer's last step
+
+    @staticmethod
+    @functools.cache
+    def watch() -> None:
+        register_optimizer_step_post_hook(OptimizerSteps._note)
+
+    @staticmethod
+    def _note(optimizer: Any, *_: Any) -> None:
+        OptimizerSteps.taken += 1
+        OptimizerSteps.last[optimizer] = OptimizerSteps.taken
 
 
 def warn(message: str) -> None:

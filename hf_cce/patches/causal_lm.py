@@ -32,7 +32,7 @@ from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
-from hf_cce.deferred.training_call import Stats, TokenSums, TrainingCall, warn
+from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
@@ -86,6 +86,7 @@ class Patch:
 def patch(model: nn.Module, config: CCEConfig) -> None:
     """Patch one instance; on a patched one, only replace the options."""
     peft_tuner.install()
+    OptimizerSteps.watch()
     state = patch_of(model)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config = config
@@ -163,9 +164,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         deferring = training or labels
     if deferring:
         if training:
-            call = TrainingCall(state.config, state.stats, state.filter_state, owner=state, head=head, labels=labels)
+            call = TrainingCall(state.config, state.stats, state.filter_state, state, model, head, labels)
         else:
-            call = TrainingCall(state.config, owner=state, head=head, evaluation=True)
+            call = TrainingCall(state.config, owner=state, model=model, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
@@ -353,7 +354,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
     """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
         return
-    call.close()
+    call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
     if (call.few_tokens or not call.labels) and not call.reasons:
         return  # without labels, the logits are read after the call
