@@ -38,8 +38,8 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         **options: individual options of ``CCEConfig``, which override those of ``config``.
 
     Returns:
-        ``model``, the same object, with a new method ``model.cce_stats()``. With ``HF_CCE_DISABLE=1`` in the environment
-        nothing is patched, and the counters stay at 0.
+        ``model``, the same object, whose causal LM has a new method ``cce_stats()``. With ``HF_CCE_DISABLE=1`` in the
+        environment nothing is patched, and the counters stay at 0.
 
     Raises:
         TypeError: an option does not exist, or ``config`` is not a ``CCEConfig``.

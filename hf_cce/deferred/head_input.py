@@ -35,7 +35,8 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
     if device == "meta":  # is_autocast_enabled does not accept it either
         reason = "the model is on the meta device, where tensors have no data"
     elif not torch.is_grad_enabled() and not call.evaluation:
-        reason = "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
+        call.without_gradients = True
+        return F.linear(hidden_states, weight, bias)
     else:
         if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # autocast leaves float64 alone
             cast = torch.get_autocast_dtype(device)

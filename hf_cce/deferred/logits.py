@@ -95,14 +95,15 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         return super()._call_handler(name, args, kwargs)
 
-    def _check_fresh(self) -> None:
-        """Raise a RuntimeError if the recipe is stale."""
+    def _check_fresh(self, for_values: bool = False) -> None:
+        """Raise a RuntimeError if the recipe is stale; ``for_values``: which does not matter if the full logits exist."""
         if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
                 "these deferred logits share memory with logits that were modified in place; modify logits before creating "
                 "views, or use the model without hf_cce (remove_cce)"
             )
-        self.recipe.check_fresh()
+        if not for_values or self.shared_storage.values is None:
+            self.recipe.check_fresh()
 
     def to_local(self, **_: Any) -> Any:
         """Return self. Hooks of tensor parallelism call this as on a DTensor; every process has all the logits."""
@@ -151,13 +152,14 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 with torch.no_grad():
                     return tuple(None if x is None else x.detach() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
+                recipe.call.answered = True
                 return FusedResult.apply(self, compute, native)
         return native(self._materialize("their gradient"))  # only the logits themselves require a gradient
 
     def _materialize_values(self, why: str) -> Tensor:
         """Return the full logits, without a gradient."""
         if not self._is_stale:
-            self._check_fresh()
+            self._check_fresh(for_values=True)
         storage, base = self.shared_storage, self.base
         if storage.values is None:
             with torch.inference_mode(False), torch.no_grad():

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
-from hf_cce.deferred.training_call import CHANGED, OptimizerSteps, TrainingCall
+from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall
 from hf_cce.sharded import as_replicated
+
+CHANGED = (
+    "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
+    "(optimizer.step()?); read outputs.logits before the step, or keep outputs.logits.materialize()"
+)
 
 
 class SharedStorage:

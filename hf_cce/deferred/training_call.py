@@ -21,10 +21,6 @@ from hf_cce.filter_state import FilterState
 from hf_cce.loss import LogProbs
 from hf_cce.sharded import to_local
 
-CHANGED = (
-    "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
-    "(optimizer.step()?); read outputs.logits before the step, or keep outputs.logits.materialize()"
-)
 FREED = (
     "cannot compute these deferred logits: FSDP has freed the LM head's weight; read outputs.logits before loss.backward(), or "
     "keep outputs.logits.materialize()"
@@ -94,6 +90,8 @@ class TrainingCall:
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
     fused: int = 0
     few_tokens: bool = False
+    answered: bool = False  # something differentiable was computed from the logits without making them
+    without_gradients: bool = False  # the head ran in no_grad
     adapted: bool = False  # PEFT has wrapped the head
     vocab_size: int | None = None  # of the deferred logits
     reasons: list[str] = field(default_factory=list)
@@ -145,11 +143,11 @@ class TrainingCall:
         """
         if self.head is None or step == OptimizerSteps.taken:
             return False
-        trained = [id(x) for x in self.head.parameters() if x.requires_grad]
-        last = OptimizerSteps.last
-        owners = [x for x in last if any(id(y) in trained for group in x.param_groups for y in group["params"])]
-        sharded = not owners and distributed.is_available() and distributed.is_initialized()
-        return bool(trained) and any(last[x] > step for x in (last if sharded else owners))
+        trained = {id(x) for x in self.head.parameters() if x.requires_grad}
+        holds = lambda optimizer: any(id(x) in trained for group in optimizer.param_groups for x in group["params"])  # noqa: E731
+        steps = [last for optimizer, last in OptimizerSteps.last.items() if holds(optimizer)]
+        sharded = not steps and distributed.is_available() and distributed.is_initialized()
+        return any(last > step for last in steps) or (sharded and bool(trained))
 
     def note_fused(self) -> None:
         self.fused += 1

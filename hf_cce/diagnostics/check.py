@@ -50,24 +50,28 @@ def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
 def _tiny(target: str, auto: Any, config: Any) -> Any:
     """Build a model of ``config`` with two layers, two heads and few experts; vocabulary size and head dimension stay.
 
+    A model without attention heads only gets fewer layers.
+
     Raises:
         ValueError: the configuration is not valid with these sizes.
     """
-    text = config.get_text_config()
     try:
-        heads = text.num_attention_heads
-        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        experts = max(4, getattr(text, "num_experts_per_tok", None) or 0)
-        small = {
-            "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": width, "intermediate_size": 2 * width,
-            "num_key_value_heads": 2 if getattr(text, "num_key_value_heads", heads) == heads else 1,
-            "moe_intermediate_size": width, "num_experts": experts, "num_local_experts": experts,
-        }  # fmt: skip
+        text = config.get_text_config()
+        small, heads = {"num_hidden_layers": 2}, getattr(text, "num_attention_heads", None)
+        if heads:
+            width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+            experts = max(4, getattr(text, "num_experts_per_tok", None) or 0)
+            small |= {
+                "num_attention_heads": 2, "hidden_size": width, "intermediate_size": 2 * width,
+                "num_key_value_heads": 2 if getattr(text, "num_key_value_heads", heads) == heads else 1,
+                "moe_intermediate_size": width, "num_experts": experts, "num_local_experts": experts,
+            }  # fmt: skip
         for name, size in small.items():
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-            if kinds := getattr(text, name, None):
+            kinds = getattr(text, name, None)
+            if kinds and not isinstance(getattr(type(text), name, None), property):  # derived from other sizes
                 setattr(text, name, [kinds[0], kinds[-1]])
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

@@ -94,7 +94,14 @@ def config_named(name: str) -> Any:
         if "/" not in name and near:
             raise ValueError(f"{name}: unknown model; did you mean {' or '.join(near)}? Pass {ways}")
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
+        raise ValueError(
+            f"{name}: this model comes with its own code, which hf-cce does not run. Load it in Python with "
+            "trust_remote_code=True and call apply_cce(model); it warns if a training call computes full logits"
+        ) from None
     except Exception as error:  # the hub's client raises many kinds of errors
         raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
 

@@ -37,7 +37,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
 from hf_cce.patches.marking import STATE
-from hf_cce.patches.refused import labels_position
+from hf_cce.patches.refused import labels_position, why_refuse
 
 
 class _Entry(NamedTuple):
@@ -146,7 +146,13 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state, head = patch_of(model), find_head(model)
-    if state is None or head is None:
+    if state is None:
+        return
+    if head is None:
+        if model.training and torch.is_grad_enabled():  # of a class that was patched as a whole
+            call = TrainingCall(state.config, state.stats)
+            call.note_refused(str(why_refuse(model)))
+            _close(state, call, head)
         return
     compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
     previous_entry = None if compiling else head.__dict__.get(STATE)
@@ -213,8 +219,10 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         hidden_states = kwargs.pop("input")
     entry = head.__dict__.get(STATE)
     call = None if entry is None else entry.call
-    deferring = call is not None and (call.evaluation or torch.is_grad_enabled())
-    if not (deferring and isinstance(hidden_states, torch.Tensor)):
+    if call is not None and not (call.evaluation or torch.is_grad_enabled()):
+        call.without_gradients = True
+        call = None
+    if not isinstance(hidden_states, torch.Tensor):
         call = None
     plain = previous is None and type(head).forward is nn.Linear.forward
     if call is not None and plain:
@@ -350,12 +358,19 @@ def _note_bypass(state: Patch) -> None:
         )
 
 
-def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
+def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
         return
     call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
+    if call.fused == 0 and call.answered and not call.full_logits:
+        call.note_fused()
+    if call.fused == 0 and call.without_gradients:
+        call.note_refused(
+            "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
+        )
+        call.note_full_logits()
     if (call.few_tokens or not call.labels) and not call.reasons:
         return  # without labels, the logits are read after the call
     missed = call.fused == 0
@@ -367,7 +382,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module) -> None:
             why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
         why = why or "its loss is not a cross entropy of its LM head's output"
         known = bool(call.reasons) and not any("needs the full logits" in reason for reason in call.reasons)
-        adapter = None if known else adapter_in(head)
+        adapter = None if known or head is None else adapter_in(head)
         if adapter is not None:
             why = (
                 f"PEFT trains an adapter ({adapter}) on its LM head, which the fused loss does not support. To train "

@@ -88,6 +88,12 @@ def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any])
         assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 
 
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("tensor_parallel")])
+def test_reading_logits_after_a_step_raises(engine: str, results: dict[str, Any]) -> None:
+    error = results[engine]["read after step"]
+    assert "have changed since" in error or engine in REASON  # which has full logits
+
+
 # Vocabulary-parallel tests: a vocabulary sharded over the two ranks; see tests/support/vocab_parallel.py
 @pytest.mark.parametrize("case", COMPARED)
 def test_sharded_vocabulary_matches_full(case: str, results: dict[str, Any]) -> None:

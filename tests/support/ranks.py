@@ -70,9 +70,9 @@ def fsdp2(model: Any, patch: Patch, **options: Any) -> Any:
     return patch(fully_shard(model, **options))
 
 
-def fsdp2_root(model: Any, patch: Patch) -> Any:
+def fsdp2_root(model: Any, patch: Patch, **options: Any) -> Any:
     _layers(model)
-    return patch(fully_shard(model))
+    return patch(fully_shard(model, **options))
 
 
 def fsdp2_head_alone(model: Any, patch: Patch, **options: Any) -> Any:
@@ -183,6 +183,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "fsdp2": fsdp2,
     "fsdp2_patched_first": patched_first(fsdp2),
     "fsdp2_root": fsdp2_root,
+    "fsdp2_root_resharded": partial(fsdp2_root, reshard_after_forward=True),
     "fsdp2_mixed": partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)),
     "fsdp2_head_alone": fsdp2_head_alone,
     # Another forward runs before the backward and frees the weight that the gradients need
@@ -267,6 +268,20 @@ def gradients_of_loss_on_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor
     return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in grads])
 
 
+def read_after_step(model: Any, inputs: dict[str, Tensor]) -> str:
+    """Return the error of reading logits after an optimizer step and another forward; "" if there is none."""
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs)
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model(**inputs)  # FSDP gathers the new weights where the old ones were
+    try:
+        output.logits.sum()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def unsplit_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Run ``step`` with all rows on every rank and no gradient averaging; also return the logits."""
     with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16, enabled=mixed):
@@ -334,6 +349,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
             report["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
         if not tensor:
             logits_loss_gradients[name] = gradients_of_loss_on_logits(model.train(), inputs)
+            report["read after step"] = read_after_step(model, inputs)
     report["same parameters"] = parameter_types.get("twin") == parameter_types.get("errors")
     report["same logits"] = torch.equal(*logits.values())
     if logits_loss_gradients:

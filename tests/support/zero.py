@@ -158,7 +158,14 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
         grads = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters() if p.requires_grad}
         found.append({"loss": total, **grads} | ({"logits": made.detach()} if step == 0 else {}))
         engine.step()
+    read = ""
+    try:
+        if head.weight.requires_grad:
+            output.logits.sum()
+    except RuntimeError as error:
+        read = str(error)
     seen = {
+        "read after the step": read,
         "freed": head.weight.numel() == 0,
         "gathers": traffic.counts.get("_allgather_base_.default", 0),
         "hooks": len(head._forward_hooks),
