@@ -491,6 +491,35 @@ def test_weight_changed_before_reading_a_kept_gradient_raises() -> None:
         outputs.logits.grad.norm()
 
 
+def test_logits_computed_before_a_step_can_be_read_after_it() -> None:
+    plain, ours = twins()
+    sums = []
+    for model in (plain, ours):
+        outputs = model(**batch())
+        outputs.loss.backward()
+        outputs.logits.cos()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        sums.append(outputs.logits.sum())
+    assert_accurate(sums[1], sums[0], sums[0], "sum")
+
+
+def test_step_that_leaves_no_trace_in_version_counters_raises() -> None:
+    class Optimizer(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.sub_(parameter.grad)
+
+    ours, other = apply_cce(tiny_llama()), apply_cce(tiny_llama())
+    outputs, kept = ours(**batch()), other(**batch())
+    outputs.loss.backward()
+    optimizer = Optimizer(ours.parameters())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="have changed since"):
+        outputs.logits.sum()
+    assert torch.isfinite(kept.logits.sum())  # of a model that this optimizer does not train
+
+
 def test_changes_past_autograd_raise() -> None:
     logits = apply_cce(tiny_llama())(**batch()).logits
     with pytest.raises(RuntimeError, match=r"detach_\(\) or \.data"):

@@ -489,6 +489,16 @@ def test_models_without_labels_or_head_are_refused(build: Callable[[Any], Any], 
     assert module_state(model) == untouched
 
 
+def test_class_without_head_warns_once() -> None:
+    cls = apply_cce(type("LlamaForSequenceClassification", (transformers.LlamaForSequenceClassification,), {}))
+    model = cls(tiny_llama(pad_token_id=0).config).train()
+    for messages in (["it has no LM head"], []):
+        with cce_warnings() as caught:
+            model(input_ids=batch()["input_ids"][:1], labels=torch.tensor([1])).loss.backward()
+        assert len(caught) == len(messages) and all(why in text for why, text in zip(messages, caught, strict=True))
+    assert stats(model).missed == stats(model).calls == 2
+
+
 @pytest.mark.parametrize("name", ["musicgen_decoder", "Musicgen", "prophetnets", "gemma4_asistant"])
 def test_refused_models_are_not_suggested(name: str) -> None:
     with pytest.raises(ValueError, match="is not a causal LM model type") as caught:

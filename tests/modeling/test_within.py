@@ -115,6 +115,27 @@ class HeadByKeyword(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class FocalLoss(LlamaForCausalLM):
+    """Computes its loss from log-probabilities of the labels."""
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        logits = self.lm_head(self.model(**inputs).last_hidden_state)[:, :-1]
+        labels = labels[:, 1:].clamp_min(0)
+        log_p = logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+        return CausalLMOutputWithPast(loss=-((1 - log_p.exp()) ** 2 * log_p).mean(), logits=logits)
+
+
+class ReentrantCheckpoint(LlamaForCausalLM):
+    """Checkpoints head and loss with use_reentrant=True."""
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        def loss(hidden_states: Any) -> Any:
+            logits = self.lm_head(hidden_states)[:, :-1]
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+        return CausalLMOutputWithPast(loss=checkpoint(loss, self.model(**inputs).last_hidden_state, use_reentrant=True))
+
+
 def class_twins(kind: Any) -> tuple[Any, Any]:
     """Return a model of that class and its patched copy."""
     other = tiny_llama()
@@ -125,6 +146,7 @@ def class_twins(kind: Any) -> tuple[Any, Any]:
 
 OWN_FORWARDS = (
     SelfDistillation, SamplesBeforeLoss, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword,
+    FocalLoss,
 )  # fmt: skip
 
 
@@ -138,6 +160,13 @@ def test_custom_forward(kind: Any) -> None:
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
     assert set(vars(patched.lm_head)) == before and messages == []
+
+
+def test_reentrant_checkpoint_gets_full_logits_and_its_reason() -> None:
+    plain, patched = class_twins(ReentrantCheckpoint)
+    with pytest.warns(UserWarning, match="fell back to full logits: the head's forward runs without gradients"):
+        assert_same_training(patched, plain, batch())
+    assert stats(patched).missed == stats(patched).materialized == 1
 
 
 def test_hook_that_calls_the_model() -> None:
