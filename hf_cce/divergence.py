@@ -60,6 +60,7 @@ class TeacherTopK(NamedTuple):
     tail: Tail = "lump"
 
 
+@torch.compiler.disable(reason="linear_divergence runs outside torch.compile graphs")
 def linear_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -81,6 +82,8 @@ def linear_divergence(
     The loss of a token is KL(p_teacher ‖ p_student) for ``"forward_kl"``, KL(p_student ‖ p_teacher) for ``"reverse_kl"``, and for
     ``"jsd"`` the generalized Jensen-Shannon divergence β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m) with the mixture
     m = (1 − β) p_student + β p_teacher (Agarwal et al., 2024, arXiv 2306.13649; β as in TRL). It is not multiplied by T².
+
+    In code that ``torch.compile`` compiles, this function runs outside the graph.
 
     The vocabularies may be padded differently: both softmaxes are over the first min(V, V_t) entries, and the student's other
     entries get zero gradient.

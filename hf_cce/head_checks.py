@@ -47,7 +47,7 @@ def is_plain(head: nn.Module) -> bool:
 
 def why_not_defer(head: nn.Module) -> str | None:
     """Return why the structure of ``head`` does not allow deferring its matmul, or None."""
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):

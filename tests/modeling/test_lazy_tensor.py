@@ -225,6 +225,11 @@ def biased(model: Any) -> Any:
     return model
 
 
+def halving_hook_on_compiled_head(model: Any) -> Any:
+    model.lm_head.compile(backend="eager")
+    return on_head(lambda m, i, o: (i[0] / 2,), "register_full_backward_hook")(model)
+
+
 def in_a_reentrant_checkpoint(model: Any) -> Any:
     """Call the model in a reentrant checkpoint, whose backward calls it again and looks for tensors in its outputs."""
 
@@ -250,6 +255,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
         on_head(lambda m, i, o: tuple(None if x is None else x / 2 for x in i), "register_full_backward_hook"),
         output_loss, False,
     ),
+    "backward hook that halves, on a compiled head": (halving_hook_on_compiled_head, output_loss, True),
     "backward pre-hook that halves": (
         on_head(lambda m, o: (o[0] / 2,), "register_full_backward_pre_hook"), output_loss, True,
     ),
