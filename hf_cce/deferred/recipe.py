@@ -11,7 +11,8 @@ from torch import Tensor
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall
-from hf_cce.sharded import as_replicated
+from hf_cce.quantized import FrozenWeight
+from hf_cce.sharded import as_replicated, to_local
 
 CHANGED = (
     "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
@@ -53,10 +54,11 @@ class Recipe(NamedTuple):
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
-    versions: tuple[
-        int | None, ...
-    ] = ()  # of the leaves, to detect reads after optimizer.step(), which changes the logits
-    step: int = 0  # optimizer steps taken before, for the same purpose
+    # To detect reads after optimizer.step(), which changes the logits. Version counters do not show the changes of FSDP and
+    # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes.
+    versions: tuple[int | None, ...] = ()  # of the leaves
+    step: int = 0  # optimizer steps taken before
+    entries: Tensor | None = None  # of the weight
     aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property
@@ -82,8 +84,8 @@ class Recipe(NamedTuple):
     def with_leaves(self) -> Recipe:
         """Return the recipe of eager code, on leaves that stand for the operands."""
         leaves = tuple(None if x is None else leaf_of(x) for x in self.operands)
-        new = self.with_operands(*leaves)
-        return new._replace(leaves=leaves, versions=versions_of(*leaves), step=OptimizerSteps.taken, aliases=[])
+        new = self.with_operands(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), aliases=[])
+        return new._replace(step=OptimizerSteps.taken, entries=some_entries(self.weight))
 
     def without_operands(self) -> Recipe:
         return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
@@ -118,8 +120,22 @@ class Recipe(NamedTuple):
         return torch.autocast(self.hidden_states.device.type, enabled=False)
 
     def check_fresh(self) -> None:
-        if self.versions and (self.versions != versions_of(*self.leaves) or self.call.trained_since(self.step)):
+        if not self.versions:
+            return
+        changed = self.versions != versions_of(*self.leaves)
+        if not changed and self.entries is not None and self.step != OptimizerSteps.taken:
+            with self.call.unsharded_weight(self.weight):
+                changed = not torch.equal(self.entries, some_entries(self.weight))
+        if changed:
             raise RuntimeError(CHANGED)
+
+
+def some_entries(weight: Any) -> Any:
+    """Return a copy of about 64 by 64 entries of this process's part of ``weight``; None if it is quantized."""
+    if isinstance(weight, FrozenWeight):
+        return None
+    part = to_local(weight.detach())
+    return part[:: max(1, part.shape[0] // 64), :: max(1, part.shape[1] // 64)].clone()
 
 
 def leaf_of(x: Tensor) -> Tensor:

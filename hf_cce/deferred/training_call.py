@@ -9,11 +9,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_cce.config import CCEConfig, CCEWarning
@@ -135,20 +134,6 @@ class TrainingCall:
         around = [x for x in self.model.modules() if x is not self.head and any(y is self.head for y in x.modules())]
         yield from (x for x in reversed(around) if hasattr(x, "unshard"))
 
-    def trained_since(self, step: int) -> bool:
-        """Return True if an optimizer may have changed the head since ``OptimizerSteps.taken`` was ``step``.
-
-        FSDP and DeepSpeed change parameters where PyTorch's version counters do not show it, and their optimizers may hold other
-        tensors than the head does.
-        """
-        if self.head is None or step == OptimizerSteps.taken:
-            return False
-        trained = {id(x) for x in self.head.parameters() if x.requires_grad}
-        holds = lambda optimizer: any(id(x) in trained for group in optimizer.param_groups for x in group["params"])  # noqa: E731
-        steps = [last for optimizer, last in OptimizerSteps.last.items() if holds(optimizer)]
-        sharded = not steps and distributed.is_available() and distributed.is_initialized()
-        return any(last > step for last in steps) or (sharded and bool(trained))
-
     def note_fused(self) -> None:
         self.fused += 1
         if torch.compiler.is_compiling():  # the operator counts each run of the graph
@@ -191,10 +176,9 @@ class TrainingCall:
 
 
 class OptimizerSteps:
-    """The steps of all optimizers of this process since ``watch``."""
+    """The number of steps of all optimizers of this process since ``watch``."""
 
     taken = 0
-    last: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()  # number of each optimizer's last step
 
     @staticmethod
     @functools.cache
@@ -202,9 +186,8 @@ class OptimizerSteps:
         register_optimizer_step_post_hook(OptimizerSteps._note)
 
     @staticmethod
-    def _note(optimizer: Any, *_: Any) -> None:
+    def _note(*_: Any) -> None:
         OptimizerSteps.taken += 1
-        OptimizerSteps.last[optimizer] = OptimizerSteps.taken
 
 
 def warn(message: str) -> None:

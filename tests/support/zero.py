@@ -160,7 +160,7 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
         engine.step()
     read = ""
     try:
-        if head.weight.requires_grad:
+        if case.startswith("stage"):  # stage 3 leaves the gathered weight of an earlier step unchanged
             output.logits.sum()
     except RuntimeError as error:
         read = str(error)
