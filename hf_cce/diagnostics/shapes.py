@@ -99,8 +99,8 @@ def config_named(name: str) -> Any:
         if "trust_remote_code" not in str(error):
             raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
         raise ValueError(
-            f"{name}: this model comes with its own code, which hf-cce does not run. Load it in Python with "
-            "trust_remote_code=True and call apply_cce(model); it warns if a training call computes full logits"
+            f"{name}: this model comes with its own code, which hf-cce does not run; load it in Python and call "
+            "apply_cce(model), which warns if a training call computes full logits"
         ) from None
     except Exception as error:  # the hub's client raises many kinds of errors
         raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
