@@ -83,7 +83,7 @@ class TrainingCall:
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
     owner: Any = None  # the Patch of the model that was called
-    model: Any = None
+    model: Any = None  # weak reference to it: logits that are kept must not keep the model
     head: Any = None
     labels: bool = True  # False: the caller uses the logits after the call has returned
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
@@ -128,10 +128,11 @@ class TrainingCall:
 
     def _fsdp2_groups(self) -> Iterator[Any]:
         """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
-        if self.head is None or self.model is None:
+        model = None if self.model is None else self.model()
+        if self.head is None or model is None:
             return
         yield from (x for x in self.head.modules() if hasattr(x, "unshard"))
-        around = [x for x in self.model.modules() if x is not self.head and any(y is self.head for y in x.modules())]
+        around = [x for x in model.modules() if x is not self.head and any(y is self.head for y in x.modules())]
         yield from (x for x in reversed(around) if hasattr(x, "unshard"))
 
     def note_fused(self) -> None:

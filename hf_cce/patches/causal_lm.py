@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
@@ -69,6 +70,7 @@ class Patch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.install()  # the process that unpickles a model may not have called ``patch``
+        OptimizerSteps.watch()
         vars(self).update(state)
         self.__post_init__()
 
@@ -148,13 +150,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     state, head = patch_of(model), find_head(model)
     if state is None:
         return
+    compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
     if head is None:
-        if model.training and torch.is_grad_enabled():  # of a class that was patched as a whole
+        if model.training and torch.is_grad_enabled() and labels:  # of a class that was patched as a whole
             call = TrainingCall(state.config, state.stats)
             call.note_refused(str(why_refuse(model)))
             _close(state, call, head)
         return
-    compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
     previous_entry = None if compiling else head.__dict__.get(STATE)
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
@@ -169,10 +171,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         deferring = training or labels
     if deferring:
+        outer = None if compiling else weakref.ref(model)
         if training:
-            call = TrainingCall(state.config, state.stats, state.filter_state, state, model, head, labels)
+            call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:
-            call = TrainingCall(state.config, owner=state, model=model, head=head, evaluation=True)
+            call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
@@ -291,7 +294,9 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         # A compiled graph and DataParallel's gather return tensors only
         return _replace_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
-        # Returned by a compiled graph of only the head or only the model's forward
+        # Returned by a compiled graph of only the head or only the model's forward. FSDP2 has no hooks on it, which would gather
+        # the weight for the backward pass, so a weight that was freed must not be used.
+        call.model = None
         return _replace_logits(output, lambda value: to_wrapper(value.recipe))
     return None
 
@@ -366,7 +371,8 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
     if call.fused == 0 and call.answered and not call.full_logits:
         call.note_fused()
-    if call.fused == 0 and call.without_gradients:
+    deferred = call.vocab_size is not None  # by another pass through the head
+    if call.without_gradients and not (deferred or call.few_tokens):
         call.note_refused(
             "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
 from hf_cce import apply_cce
+from hf_cce.deferred import recipe
 from hf_cce.deferred.lazy_tensor import LazyGrad
+from hf_cce.deferred.recipe import some_entries
 
 Loss = Callable[[Any], Tensor]
 Prepared = Callable[[Any], Any]
@@ -507,6 +510,31 @@ def test_logits_computed_before_a_step_can_be_read_after_it() -> None:
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         sums.append(outputs.logits.sum())
     assert_accurate(sums[1], sums[0], sums[0], "sum")
+
+
+def test_weights_are_compared_only_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison synchronizes with the GPU."""
+    calls: list[Any] = []
+    monkeypatch.setattr(recipe, "some_entries", lambda weight: calls.append(weight) or some_entries(weight))
+    ours, other = apply_cce(tiny_llama()), torch.nn.Linear(2, 2)
+    outputs = ours(**batch())
+    (outputs.loss + outputs.logits.logsumexp(-1).mean()).backward()
+    assert len(calls) == 1
+    torch.optim.SGD(other.parameters()).step()
+    with torch.no_grad():
+        ours.lm_head.weight.data[0, 0] = torch.nan  # compares as unequal to itself, but was there before the next call
+    kept = ours(**batch()).logits
+    torch.optim.SGD(other.parameters()).step()
+    kept.argmax(-1)  # raises if the weight seems to have changed
+    assert len(calls) == 3
+
+
+def test_kept_logits_do_not_keep_the_model() -> None:
+    ours = apply_cce(tiny_llama())
+    reference, kept = weakref.ref(ours), ours(**batch()).logits.detach()
+    del ours
+    gc.collect()
+    assert reference() is None and torch.isfinite(kept.logsumexp(-1)).all()
 
 
 def test_step_that_leaves_no_trace_in_version_counters_raises() -> None:

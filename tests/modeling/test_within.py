@@ -136,6 +136,16 @@ class ReentrantCheckpoint(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=checkpoint(loss, self.model(**inputs).last_hidden_state, use_reentrant=True))
 
 
+class MetricBeforeLoss(LlamaForCausalLM):
+    """Runs its head without gradients first, and leaves the loss to the caller."""
+
+    def forward(self, **inputs: Any) -> Any:
+        hidden_states = self.model(**inputs).last_hidden_state
+        with torch.no_grad():
+            self.lm_head(hidden_states).argmax(-1)
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden_states))
+
+
 def class_twins(kind: Any) -> tuple[Any, Any]:
     """Return a model of that class and its patched copy."""
     other = tiny_llama()
@@ -160,6 +170,14 @@ def test_custom_forward(kind: Any) -> None:
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
     assert set(vars(patched.lm_head)) == before and messages == []
+
+
+def test_head_without_gradients_beside_a_deferred_one() -> None:
+    _, patched = class_twins(MetricBeforeLoss)
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    with cce_warnings() as messages:
+        patched(**inputs).logits.logsumexp(-1).mean().backward()
+    assert messages == [] and stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == 1
 
 
 def test_reentrant_checkpoint_gets_full_logits_and_its_reason() -> None:
