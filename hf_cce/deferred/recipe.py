@@ -84,8 +84,8 @@ class Recipe(NamedTuple):
     def with_leaves(self) -> Recipe:
         """Return the recipe of eager code, on leaves that stand for the operands."""
         leaves = tuple(None if x is None else leaf_of(x) for x in self.operands)
-        new = self.with_operands(*leaves)._replace(leaves=leaves, versions=versions_of(*leaves), aliases=[])
-        return new._replace(step=OptimizerSteps.taken, entries=some_entries(self.weight))
+        found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
+        return self.with_operands(*leaves)._replace(leaves=leaves, aliases=[], **found)
 
     def without_operands(self) -> Recipe:
         return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())

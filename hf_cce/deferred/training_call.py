@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import warnings
@@ -129,11 +130,11 @@ class TrainingCall:
     def _fsdp2_groups(self) -> Iterator[Any]:
         """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
         model = None if self.model is None else self.model()
-        if self.head is None or model is None:
-            return
-        yield from (x for x in self.head.modules() if hasattr(x, "unshard"))
-        around = [x for x in model.modules() if x is not self.head and any(y is self.head for y in x.modules())]
-        yield from (x for x in reversed(around) if hasattr(x, "unshard"))
+        inside, all_modules = ([] if x is None else list(x.modules()) for x in (self.head, model))
+        around = (x for x in reversed(all_modules) if x not in inside)
+        for module in itertools.chain(inside, around):
+            if hasattr(module, "set_reshard_after_forward") and (module in inside or self.head in module.modules()):
+                yield module
 
     def note_fused(self) -> None:
         self.fused += 1

@@ -95,14 +95,12 @@ def config_named(name: str) -> Any:
             raise ValueError(f"{name}: unknown model; did you mean {' or '.join(near)}? Pass {ways}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
-        raise ValueError(
-            f"{name}: this model comes with its own code, which hf-cce does not run; load it in Python and call "
-            "apply_cce(model), which warns if a training call computes full logits"
-        ) from None
     except Exception as error:  # the hub's client raises many kinds of errors
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name}: this model comes with its own code, which hf-cce does not run; load it in Python and call "
+                "apply_cce(model), which warns if a training call computes full logits"
+            ) from None
         raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
 
 

@@ -223,9 +223,8 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
     entry = head.__dict__.get(STATE)
     call = None if entry is None else entry.call
     if call is not None and not (call.evaluation or torch.is_grad_enabled()):
-        call.without_gradients = True
-        call = None
-    if not isinstance(hidden_states, torch.Tensor):
+        call.without_gradients, call = True, None
+    elif not isinstance(hidden_states, torch.Tensor):
         call = None
     plain = previous is None and type(head).forward is nn.Linear.forward
     if call is not None and plain:

@@ -19,7 +19,9 @@ def run(*arguments: str) -> Result:
     return hf_cce("check", *arguments)
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
+)
 def test_check_of_model_type(model_type: str, tmp_path: Path) -> None:
     done = run(model_type, "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done
@@ -28,6 +30,14 @@ def test_check_of_model_type(model_type: str, tmp_path: Path) -> None:
     assert found["same"] and found["saves"] and found["stats"]["fused"] == 1
     assert found["differences"][0]["name"] == "loss" and len(found["differences"]) > 10
     assert all(row["ok"] for row in found["differences"])
+
+
+def test_code_of_a_model_is_not_run(tmp_path: Path) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    (tmp_path / "own.py").write_text("raise SystemExit('was run')", "utf-8")
+    done = run(str(tmp_path))
+    assert done.exit_code == 2 and "comes with its own code, which hf-cce does not run" in done.stderr
 
 
 def test_check_of_folder(tmp_path: Path) -> None:

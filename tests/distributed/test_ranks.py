@@ -82,8 +82,9 @@ def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any])
     """Check logits read after the call, the parameters the call leaves, and the gradients of a loss computed on the logits."""
     result = results[engine]
     assert result["same logits"] or engine == "fsdp2_adapted_head"  # a fused product of two: equal up to rounding
-    if not engine.startswith(("tensor_parallel", "fsdp2_compiled")):
+    if not engine.startswith("tensor_parallel"):
         assert result["same parameters"]
+    if not engine.startswith(("tensor_parallel", "fsdp2_compiled")):
         half = torch.bfloat16 if "mixed" in engine else torch.float32
         assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 

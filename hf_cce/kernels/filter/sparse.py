@@ -286,7 +286,7 @@ def multiply_kept(
     plan, workspace, hidden, vocab_perm = saved.plan, saved.workspace, saved.hidden, saved.vocabulary.vocab_perm
     (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.tile_grid
     gather = saved.weight is None
-    source, gathered = (weight, vocab_perm) if saved.weight is None else (saved.weight, None)
+    source, gathered = (saved.weight, None) if saved.weight is not None else (weight, vocab_perm)
     scratch = hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
     grad_hidden = torch.empty_like(hidden) if request.need_hidden else hidden.new_empty(0)
     in_place = request.need_weight and not gather
