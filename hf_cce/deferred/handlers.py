@@ -260,13 +260,12 @@ def _record_on_distribution(x: Any, name: str, kind: str) -> Any:
 
 def _product(x: Any, other: Any) -> Any:
     """Record p · log p, as in entropies, or p · z, of the same logits."""
-    base = x.base if x.base is not None else getattr(other, "base", None)
-    same = all(each is base or getattr(each, "base", None) is base for each in (x, other))
+    base, twin = (each if getattr(each, "base", None) is None else each.base for each in (x, other))
     if (
-        base is None
+        not _are_alike(base, twin)
         or base._is_stale
-        or not same
-        or not all(base.recipe.is_start_of(each.recipe) for each in (x, other))
+        or twin._is_stale
+        or not (base.recipe.is_start_of(x.recipe) and twin.recipe.is_start_of(other.recipe))
     ):
         return NotImplemented
     before = len(base.recipe.ops)
@@ -276,6 +275,17 @@ def _product(x: Any, other: Any) -> Any:
     if base.recipe.with_ops(op).meaning.kind is None or hooked or not alike:
         return NotImplemented
     return base._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=True)
+
+
+def _are_alike(x: Any, other: Any) -> bool:
+    """Return True for the same logits, and for two results of the same operation on them, as of ``F.softmax(…, dtype=…)``."""
+    if x is other:
+        return True
+    if type(x) is not type(other) or x.recipe.ops != other.recipe.ops or x.recipe.mask_ops():
+        return False
+    sources = [getattr(each.grad_fn, "next_functions", None) for each in (x, other)] if isinstance(x, Tensor) else [0, 0]
+    hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))
+    return sources[0] == sources[1] and not hooked and all(map(operator.is_, x.recipe.operands, other.recipe.operands))
 
 
 # Computed results

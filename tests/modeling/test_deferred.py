@@ -217,6 +217,7 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
     "entropy from the left": lambda x: torch.sum(x.log_softmax(-1) * -x.softmax(-1), dim=-1, keepdim=True),
+    "entropy of the same logits, made twice": lambda x: ((x / 2.0).softmax(-1) * F.log_softmax(x / 2.0, -1)).sum(-1),
     "entropy by logarithm": lambda x: (lambda p: (p * p.log()).sum(-1))(x.softmax(-1)),
     "entropy by pieces": by_pieces,
     "entropy by logsumexp": lambda x: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1),
@@ -281,6 +282,12 @@ def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return use_logits
 
 
+def doubled(x: Any) -> Any:
+    """Double the gradient of ``x`` by a hook."""
+    x.register_hook(lambda grad: 2 * grad)
+    return x
+
+
 # Each needs the logits, and the result must equal torch's bit for bit.
 MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
@@ -293,6 +300,8 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "softmax over tokens": lambda x: x.softmax(1),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(B, S, V), reduction="sum"),
     "product with a detached tensor": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
+    "product with softmax of detached logits": lambda x: ((x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
+    "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
     "product with softmax of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,
@@ -382,7 +391,7 @@ def test_other_operations_materialize(name: str, dtype: torch.dtype) -> None:
         pytest.skip("torch itself refuses mixed dtypes here")
     expected, expected_grads, _ = run_on_logits(MATERIALIZED_OPS[name], dtype, False)
     actual, grads, call = run_on_logits(MATERIALIZED_OPS[name], dtype, True)
-    assert call.stats.materialized == len(call.reasons) == 1 + (name == "product with softmax of other logits")
+    assert call.stats.materialized == len(call.reasons) == 1 + name.startswith("product with softmax of")
     assert call.fused == 0
     assert type(actual) is type(expected) or isinstance(actual, LazyLogits)
     if isinstance(expected, (float, list)):
