@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-oldest test-newest test-places test-hopper test-quantized test-gpu mutants style quality types examples notebooks docs site build clean
+.PHONY: help install demo test test-slow test-oldest test-compile test-newest test-places test-hopper test-quantized test-gpu mutants style quality types examples notebooks docs site build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,12 @@ test-oldest: $(VENV)/.dev  ## test every class with the oldest supported Transfo
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/oldest "peft==0.18.*"
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_all_classes.py tests/modeling/test_patching.py $(PYTEST_ARGS)
 	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(JOBS) -k "not stay" tests/modeling/test_peft.py tests/modeling/test_peft_late.py $(PYTEST_ARGS)
+
+test-compile:  ## test torch.compile with another version of torch: OTHER="torch==2.9.*"; downloads several GB
+	test -e $(VENV)/torch/.done || { $(PYTHON) -m venv $(VENV)/torch && $(VENV)/torch/bin/python -m pip install --quiet "$(OTHER)" \
+		"transformers==5.17.*" accelerate peft pytest pytest-timeout hypothesis "numpy<2.3" && touch $(VENV)/torch/.done; }
+	PYTHONPATH=$(CURDIR) $(VENV)/torch/bin/python -m pytest -k "(compil or graph) and not around and not adaption" \
+		tests/distributed/test_engines.py tests/modeling/test_lazy_tensor.py tests/modeling/test_within.py tests/modeling/test_peft.py $(PYTEST_ARGS)
 
 test-newest: $(VENV)/.dev  ## test TRL's trainers and the callback with the newest TRL and Transformers; TRL="--pre trl" or git+https://…
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers

@@ -114,7 +114,7 @@ def linear_cross_entropy(
         if labels.dim() == 0:
             raise ValueError("labels must have a sequence dimension to be shifted, got a scalar")
         labels = F.pad(labels.long(), (0, 1), value=form[0])[..., 1:]
-        x = x._replace(labels=labels.reshape(-1))
+        x = Inputs(x.hidden, x.weight, x.bias, labels.reshape(-1))
     spec = _make_spec(x, config, form, label_smoothing, z_loss)
     is_sharded = _is_vocab_sharded(x)
     if reduction != "none" and not is_sharded:

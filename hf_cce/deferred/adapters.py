@@ -133,7 +133,7 @@ def _mul(x: AdapterHead, other: Any) -> Any:
         factor = other
     if factor is None:
         return NotImplemented
-    terms = tuple(term._replace(factor=term.factor * factor) for term in x.terms)
+    terms = tuple(Term(term.hidden_states, term.weight, term.factor * factor) for term in x.terms)
     dtype = x.dtype if is_number(other) else torch.promote_types(x.dtype, other.dtype)
     return x._replace(terms, None if x.bias is None else x.bias * factor, dtype)
 
@@ -164,7 +164,7 @@ def _add_term(terms: tuple[Term, ...], new: Term) -> tuple[Term, ...]:
     """Append ``new`` to ``terms``, or add its factor to the term with the same input and weight (in DoRA, the head's own)."""
     for i, term in enumerate(terms):
         if term.hidden_states is new.hidden_states and term.weight is new.weight:
-            return (*terms[:i], term._replace(factor=term.factor + new.factor), *terms[i + 1 :])
+            return (*terms[:i], Term(*term[:2], term.factor + new.factor), *terms[i + 1 :])
     return (*terms, new)
 
 

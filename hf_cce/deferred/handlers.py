@@ -107,7 +107,7 @@ HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = False) -> Any:
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
-    return x._derive(op, lambda r: (r.with_ops() if copies else r)._replace(hidden_states=op(r.hidden_states)))
+    return x._derive(op, lambda r: (r.with_ops() if copies else r).replace(hidden_states=op(r.hidden_states)))
 
 
 @implements("transpose", "permute")
@@ -117,7 +117,7 @@ def _class_first(x: Any, *dims: Any) -> Any:
     found = [dim % x.ndim for dim in dims] if all(isinstance(dim, int) for dim in dims) else []
     if x.ndim != 3 or (found != [0, 2, 1] and sorted(found) != [1, 2]) or torch.compiler.is_compiling():
         return NotImplemented
-    return x._derive(lambda z: z.transpose(1, 2), lambda r: r._replace(class_first=True))
+    return x._derive(lambda z: z.transpose(1, 2), lambda r: r.replace(class_first=True))
 
 
 @implements("__getitem__")
@@ -162,7 +162,7 @@ def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     with torch.enable_grad():
         parts = cut(x.recipe.hidden_states)
     return tuple(
-        x._derive(lambda z, i=i: cut(z)[i], lambda r, part=part: r._replace(hidden_states=part))
+        x._derive(lambda z, i=i: cut(z)[i], lambda r, part=part: r.replace(hidden_states=part))
         for i, part in enumerate(parts)
     )
 
@@ -223,7 +223,7 @@ def _add(x: Any, other: Any) -> Any:
     added = bias.clone()  # as in torch, the bias may change after the addition
 
     def join(r: Recipe) -> Recipe:
-        return r._replace(bias=added if r.bias is None else r.bias + added).with_ops(*cast_ops)
+        return r.replace(bias=added if r.bias is None else r.bias + added).with_ops(*cast_ops)
 
     return x._derive(lambda z: z.to(dtype), join)
 
@@ -283,7 +283,9 @@ def _are_alike(x: Any, other: Any) -> bool:
         return True
     if type(x) is not type(other) or x.recipe.ops != other.recipe.ops or x.recipe.mask_ops():
         return False
-    sources = [getattr(each.grad_fn, "next_functions", None) for each in (x, other)] if isinstance(x, Tensor) else [0, 0]
+    sources = (
+        [getattr(each.grad_fn, "next_functions", None) for each in (x, other)] if isinstance(x, Tensor) else [0, 0]
+    )
     hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))
     return sources[0] == sources[1] and not hooked and all(map(operator.is_, x.recipe.operands, other.recipe.operands))
 
@@ -612,7 +614,7 @@ def _apply_by_blocks(x: Any, function: Callable[[Tensor], tuple[Tensor, ...]], s
     flat = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
     rows = max(1, _scratch_bytes(recipe) // (8 * x.shape[-1]))  # the logits and a copy for casts
     with torch.no_grad():
-        found = [function(recipe._replace(hidden_states=part).build()) for part in flat.split(rows)]
+        found = [function(recipe.replace(hidden_states=part).build()) for part in flat.split(rows)]
     return [torch.cat(each).view(*x.shape[:-1], *shape) for each in zip(*found, strict=True)]
 
 

@@ -464,7 +464,7 @@ class FusedResult(torch.autograd.Function):
         recipe = ctx.recipe
 
         def dense_grad() -> Tensor:
-            whole = recipe.with_operands(*operands)._replace(leaves=leaves)
+            whole = recipe.with_operands(*operands).replace(leaves=leaves)
             whole.check_fresh()
             logits = whole.build().detach().requires_grad_()
             results = native(logits)

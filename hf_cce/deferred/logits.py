@@ -52,7 +52,7 @@ def lazy_logits(
         cast: the dtype in which autocast would compute the product, or None.
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
-    return LazyLogitsInGraph(recipe._replace(aliases=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
+    return LazyLogitsInGraph(recipe.replace(aliases=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
 
 
 def to_wrapper(recipe: Recipe) -> Any:

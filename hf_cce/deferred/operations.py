@@ -66,7 +66,7 @@ class Meaning(NamedTuple):
 
 def meaning(ops: tuple[Op, ...]) -> Meaning:
     names = [name for name, _ in ops]
-    first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")), len(ops))
+    first = ([i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")] or [len(ops)])[0]
     form, factor = closed_form(ops[:first]), 1.0
     kind: str | None = {"softmax": "p", "log_softmax": "log p"}.get(names[first]) if first < len(ops) else "z"
     if first < len(ops) and names[first] == "product":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class SharedStorage:
         return self.values is not None and (self.in_graph or self.values._version != self.version)
 
 
-class Recipe(NamedTuple):
+@dataclass(eq=False)  # never changed; not a NamedTuple, whose _replace breaks the graphs of torch 2.8 to 2.11
+class Recipe:
     """How to compute the logits, or what the loss needs of them, from hidden states, weight and bias.
 
     In eager code these three are ``leaves``: the inputs of the head, detached from the model's graph. The lazy gradient passes
@@ -78,21 +80,26 @@ class Recipe(NamedTuple):
     def meaning(self) -> Meaning:
         return meaning(self.ops)
 
+    def replace(self, **changes: Any) -> Recipe:
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values.update(changes)
+        return Recipe(**values)
+
     def with_operands(self, hidden_states: Any, weight: Any, bias: Any) -> Recipe:
-        return self._replace(hidden_states=hidden_states, weight=weight, bias=bias)
+        return self.replace(hidden_states=hidden_states, weight=weight, bias=bias)
 
     def with_leaves(self) -> Recipe:
         """Return the recipe of eager code, on leaves that stand for the operands."""
         leaves = tuple(None if x is None else leaf_of(x) for x in self.operands)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
-        return self.with_operands(*leaves)._replace(leaves=leaves, aliases=[], **found)
+        return self.with_operands(*leaves).replace(leaves=leaves, aliases=[], **found)
 
     def without_operands(self) -> Recipe:
-        return self._replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
+        return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
 
     def with_ops(self, *ops: Op) -> Recipe:
         """Return the recipe with ``ops`` recorded after its own; the result has memory of its own."""
-        return self._replace(ops=(*self.ops, *ops), aliases=[])
+        return self.replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
         with self.call.unsharded_weight(self.weight), self.without_autocast():  # the recipe contains its casts
@@ -130,6 +137,9 @@ class Recipe(NamedTuple):
                 changed = same is not None and not bool(same.all())
         if changed:
             raise RuntimeError(CHANGED)
+
+
+_FIELDS = tuple(Recipe.__dataclass_fields__)
 
 
 def some_entries(weight: Any) -> Any:

@@ -127,6 +127,12 @@ class TrainingCall:
             for group in gathered:
                 group.reshard()
 
+    def may_gather_head_again(self) -> bool:
+        """Return True if FSDP2 may free the head before the loss: then all processes must defer, whatever their tokens."""
+        model = None if self.labels or self.model is None else self.model()
+        inside = () if self.head is None else self.head.modules()
+        return any(hasattr(module, "set_reshard_after_forward") for module in (*inside, model))
+
     def _fsdp2_groups(self) -> Iterator[Any]:
         """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
         model = None if self.model is None else self.model()

@@ -300,8 +300,12 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "softmax over tokens": lambda x: x.softmax(1),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(B, S, V), reduction="sum"),
     "product with a detached tensor": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
-    "product with softmax of detached logits": lambda x: ((x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
-    "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
+    "product with softmax of detached logits": lambda x: (
+        (x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)
+    ).sum(-1),
+    "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(
+        -1
+    ),
     "product with softmax of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,

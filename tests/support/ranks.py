@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vocab_parallel import sharded_vocabulary_results
 
 from hf_cce import apply_cce
+from hf_cce.deferred import head_input
 from hf_cce.deferred.logits import LazyLogits
 
 DEVICE = "cpu"  # or "cuda:<rank>"; main sets it
@@ -87,6 +88,17 @@ def fsdp2_head_alone(model: Any, patch: Patch, **options: Any) -> Any:
     _layers(model)
     fully_shard(model.lm_head, **options)
     return patch(fully_shard(model))
+
+
+def fsdp2_few_tokens(model: Any, patch: Patch) -> Any:
+    """Take full logits for few tokens on one rank only, as on GPUs: only the other would gather the freed weight again."""
+    model, real = fsdp2_head_alone(model, patch), head_input.prefers_full_logits
+    if hasattr(model, "cce_stats"):
+        apply_cce(model, memory_budget="123MiB")
+        head_input.prefers_full_logits = lambda hidden_states, weight, config: (
+            dist.get_rank() == 0 if config.memory_budget == 123 << 20 else real(hidden_states, weight, config)
+        )
+    return model
 
 
 def fsdp2_adapted_head(model: Any, patch: Patch) -> Any:
@@ -196,6 +208,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "fsdp2_head_alone": fsdp2_head_alone,
     # Another forward runs before the backward and frees the weight that the gradients need
     "fsdp2_forward_between": fsdp2_head_alone,
+    "fsdp2_few_tokens": fsdp2_few_tokens,
     "fsdp2_adapted_head": fsdp2_adapted_head,
     "fsdp1": fsdp1,
     "fsdp1_flat": partial(fsdp1, use_orig_params=False),
