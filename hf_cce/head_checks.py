@@ -57,10 +57,15 @@ def why_not_defer(head: nn.Module) -> str | None:
     for module in head.modules():
         sharded = hasattr(module, "set_reshard_after_forward")
         kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 creates a subclass
-        if compiling and (module._backward_hooks or module._backward_pre_hooks):
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if compiling and hooked:
             return f"a backward hook on the head {_HOOKED}"
+        if hooked and module is not head and issubclass(type(module), nn.Linear):
+            return "a layer inside the head has a backward hook (register_full_backward_hook), which needs the layer's output"
         if compiling and sharded:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
+        if sharded and module is not head:
+            return "FSDP2 shards a layer inside the head by itself, and frees its weight after its forward; shard the whole head"
         if kind.__name__ == "FullyShardedDataParallel":
             return (
                 "the head is a separate FSDP1 unit, which frees its weight after its forward; keep it in the root unit"

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_cce.deferred.adapters import AdapterHead, Term
-from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, materialize_all
+from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, call_as_tensors, materialize_all
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
 from hf_cce.loss import prefers_full_logits
 from hf_cce.quantized import FrozenWeight, torchao_weight
 from hf_cce.sharded import is_dtensor, why_not_sharded
+
+_GRAD_FN: Any = Tensor.grad_fn  # the property of the class
 
 
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
@@ -134,7 +136,20 @@ HeadInput.HANDLERS = {
 
 
 class _TensorInput(HeadInput, Tensor):
-    pass
+    """Its ``hidden_states`` follow its graph, as an autograd function (VeLoRA, backward hooks) gives it a new ``grad_fn``."""
+
+    _plain: tuple[Any, Tensor]  # (grad_fn of this object, hidden states)
+
+    @property
+    def hidden_states(self) -> Tensor:  # type: ignore[override]
+        made_by = call_as_tensors(_GRAD_FN.__get__, (self,))
+        if made_by is not self._plain[0]:
+            self._plain = made_by, call_as_tensors(Tensor.as_subclass, (self, Tensor))
+        return self._plain[1]
+
+    @hidden_states.setter
+    def hidden_states(self, value: Tensor) -> None:
+        self._plain = call_as_tensors(_GRAD_FN.__get__, (self,)), value
 
 
 class _PlainInput(HeadInput, TensorProxy):

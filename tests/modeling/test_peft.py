@@ -231,6 +231,37 @@ def test_loss_and_gradients_over_steps(name: str, first: str, family: str) -> No
     assert patch_of(causal_lm(patched)) is None
 
 
+@pytest.mark.parametrize("what", ["velora", "hook on lora_A", "hook on the saved head"])
+def test_autograd_functions_inside_the_head(what: str) -> None:
+    """VeLoRA's own function and backward hooks stand between the hidden states and the product."""
+    options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    if what == "velora":
+        if not hasattr(peft.tuners.lora, "VeloraConfig"):
+            pytest.skip("this PEFT has no VeLoRA")
+        options["velora_config"] = peft.tuners.lora.VeloraConfig()
+    elif what == "hook on the saved head":
+        options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    fired: list[str] = []
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        for name, module in model.named_modules():
+            if name.endswith({"hook on lora_A": "lm_head.lora_A.default"}.get(what, "lm_head.modules_to_save.default")):
+                module.register_full_backward_hook(lambda *_: fired.append(what))
+        return model
+
+    patched, plain = apply_cce(build()), build()
+    with warnings.catch_warnings(record=True):
+        actual, twin = (loss_and_grads(model, batch()) for model in (patched, plain))
+    reference = loss_and_grads(float64_copy(build()), batch(), double=True)
+    assert len(fired) == (0 if what == "velora" else 3)
+    assert stats(patched).materialized == (what != "velora")
+    assert actual.keys() == twin.keys()
+    for name, value in actual.items():
+        assert_accurate(value, twin[name], reference[name], name, torch.float32)
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora", "dora dropout"])
 @pytest.mark.parametrize("how", ["bfloat16", "autocast", "two adapters"])
 def test_lora_on_the_head(how: str, kind: str) -> None:
