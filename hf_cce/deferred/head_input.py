@@ -141,7 +141,7 @@ class _TensorInput(HeadInput, Tensor):
     _plain: tuple[Any, Tensor]  # (grad_fn of this object, hidden states)
 
     @property
-    def hidden_states(self) -> Tensor:  # type: ignore[override]
+    def hidden_states(self) -> Tensor:
         made_by = call_as_tensors(_GRAD_FN.__get__, (self,))
         if made_by is not self._plain[0]:
             self._plain = made_by, call_as_tensors(Tensor.as_subclass, (self, Tensor))
