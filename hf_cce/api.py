@@ -60,7 +60,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
         base = causal_lm(model)
         _refuse(type(base), why_refuse(base) or why_other(base))
         _forget_graphs(base, patched=True)
-        patch(base, config)
+        patch(base, config, model)
     return model
 
 

@@ -265,7 +265,7 @@ def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     _, _, leaves, call = losses[0]
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
-    with call.unsharded_weight(leaves[1]):
+    with call.unsharded(*leaves[1:]):
         grads = iter(torch.autograd.grad(results, wanted, upstream, retain_graph=True, allow_unused=True))
     return [next(grads) if x is not None and x.requires_grad else None for x in leaves]
 

@@ -147,7 +147,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         self._check_fresh()
         self.has_results = True
         recipe = self.recipe
-        with recipe.call.unsharded_weight(recipe.weight), recipe.without_autocast(), private_saved_tensors():
+        with recipe.call.unsharded(recipe.weight, recipe.bias), recipe.without_autocast(), private_saved_tensors():
             if not (self.requires_grad and torch.is_grad_enabled()):
                 with torch.no_grad():
                     return tuple(None if x is None else x.detach() for x in compute(recipe))

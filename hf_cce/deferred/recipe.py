@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
-from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall
+from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall, is_freed
 from hf_cce.quantized import FrozenWeight
 from hf_cce.sharded import as_replicated, to_local
 
@@ -102,7 +102,7 @@ class Recipe:
         return self.replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
-        with self.call.unsharded_weight(self.weight), self.without_autocast():  # the recipe contains its casts
+        with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
             made = apply_ops(self.ops, multiply(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
@@ -131,7 +131,7 @@ class Recipe:
             return
         changed = self.versions != versions_of(*self.leaves)
         if not changed and self.entries is not None and self.step != OptimizerSteps.taken:
-            with self.call.unsharded_weight(self.weight):
+            with self.call.unsharded(self.weight):
                 now = some_entries(self.weight)
                 same = None if now is None else (now == self.entries) | (now.isnan() & self.entries.isnan())
                 changed = same is not None and not bool(same.all())
@@ -147,7 +147,7 @@ def some_entries(weight: Any) -> Any:
     if isinstance(weight, FrozenWeight):
         return None
     part = to_local(weight.detach())
-    if part.numel() > 0 and part.untyped_storage().nbytes() == 0:
+    if is_freed(part):
         return None
     return part[:: max(1, part.shape[0] // 64), :: max(1, part.shape[1] // 64)].clone()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,8 +23,8 @@ from hf_cce.loss import LogProbs
 from hf_cce.sharded import to_local
 
 FREED = (
-    "cannot compute these deferred logits: FSDP has freed the LM head's weight; read outputs.logits before loss.backward(), or "
-    "keep outputs.logits.materialize()"
+    "cannot compute these deferred logits: FSDP has freed the LM head's weight; call apply_cce on the model that was given to "
+    "fully_shard, read outputs.logits before loss.backward(), or keep outputs.logits.materialize()"
 )
 _LIBRARIES = {"accelerate", "deepspeed", "hf_cce", "peft", "torch", "transformers", "trl"}
 
@@ -84,7 +85,7 @@ class TrainingCall:
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState | None = None
     owner: Any = None  # the Patch of the model that was called
-    model: Any = None  # weak reference to it: logits that are kept must not keep the model
+    model: Any = None  # weak reference to it or its outermost wrapper: logits that are kept must not keep the model
     head: Any = None
     labels: bool = True  # False: the caller uses the logits after the call has returned
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
@@ -107,10 +108,9 @@ class TrainingCall:
         return None if not wanted or self.evaluation or torch.compiler.is_compiling() else self.owner.token_sums
 
     @contextlib.contextmanager
-    def unsharded_weight(self, weight: Any) -> Iterator[None]:
-        """Within this block, have FSDP2 gather the head's ``weight`` if it was freed after a forward or backward pass."""
-        part = weight if torch.compiler.is_compiling() else to_local(weight)
-        if torch.compiler.is_compiling() or part.numel() == 0 or part.untyped_storage().nbytes() > 0:
+    def unsharded(self, *parameters: Any) -> Iterator[None]:
+        """Within this block, have FSDP2 gather the head's ``parameters`` if it freed one after a forward or backward pass."""
+        if torch.compiler.is_compiling() or not any(map(is_freed, parameters)):
             yield
             return
         gathered = []
@@ -118,7 +118,7 @@ class TrainingCall:
             for group in self._fsdp2_groups():
                 group.unshard()
                 gathered.append(group)
-                if part.untyped_storage().nbytes() > 0:
+                if not any(map(is_freed, parameters)):
                     break
             else:
                 raise RuntimeError(FREED)
@@ -129,16 +129,15 @@ class TrainingCall:
 
     def may_gather_head_again(self) -> bool:
         """Return True if FSDP2 may free the head before the loss: then all processes must defer, whatever their tokens."""
-        model = None if self.labels or self.model is None else self.model()
-        inside = () if self.head is None else self.head.modules()
-        return any(hasattr(module, "set_reshard_after_forward") for module in (*inside, model))
+        if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
+            return False
+        return any(True for _ in self._fsdp2_groups(around=not self.labels))
 
-    def _fsdp2_groups(self) -> Iterator[Any]:
+    def _fsdp2_groups(self, around: bool = True) -> Iterator[Any]:
         """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
-        model = None if self.model is None else self.model()
+        model = self.model() if around and self.model is not None else None
         inside, all_modules = ([] if x is None else list(x.modules()) for x in (self.head, model))
-        around = (x for x in reversed(all_modules) if x not in inside)
-        for module in itertools.chain(inside, around):
+        for module in itertools.chain(inside, (x for x in reversed(all_modules) if x not in inside)):
             if hasattr(module, "set_reshard_after_forward") and (module in inside or self.head in module.modules()):
                 yield module
 
@@ -181,6 +180,12 @@ class TrainingCall:
     def note_refused(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.reasons.append(why)
+
+
+def is_freed(parameter: Any) -> bool:
+    """Return True if FSDP has freed the memory of ``parameter``; False for None."""
+    part = None if parameter is None else to_local(parameter)
+    return part is not None and part.numel() > 0 and part.untyped_storage().nbytes() == 0
 
 
 class OptimizerSteps:

@@ -59,6 +59,7 @@ class Patch:
     filter_state: FilterState = field(default_factory=FilterState)
     token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
+    outermost: Any = None  # weak reference to the wrapper that ``apply_cce`` was given
     forward: Any = None  # the head's forward during a call; cached, as Dynamo makes a new graph for a new object
     warned: bool = False
 
@@ -66,7 +67,7 @@ class Patch:
         self.filter_state.counters = self.stats
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "forward": None}  # it refers to a head that may have been replaced since
+        return {**vars(self), "forward": None, "outermost": None}  # they refer to modules that may have been replaced since
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.install()  # the process that unpickles a model may not have called ``patch``
@@ -85,20 +86,20 @@ class Patch:
         return output if changed is None else changed
 
 
-def patch(model: nn.Module, config: CCEConfig) -> None:
-    """Patch one instance; on a patched one, only replace the options."""
+def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = None) -> None:
+    """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
     peft_tuner.install()
     OptimizerSteps.watch()
-    state = patch_of(model)
+    state, root = patch_of(model), None if outermost is None else weakref.ref(outermost)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
-        state.config = config
+        state.config, state.outermost = config, root
         if (head := find_head(model)) is not None:
             _restore_forward(head, all_calls=True)
         return
     unpatch(model)  # its hooks were removed by other code
     # Not at import, as it loads Dynamo; models have loaded it by now
     torch.compiler.assume_constant_result(_warn_full_logits)
-    state = Patch(config, labels_position(type(model)))
+    state = Patch(config, labels_position(type(model)), outermost=root)
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),
@@ -171,7 +172,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         deferring = training or labels
     if deferring:
-        outer = None if compiling else weakref.ref(model)
+        outer = None if compiling else state.outermost or weakref.ref(model)
         if training:
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:

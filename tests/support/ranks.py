@@ -102,9 +102,15 @@ def fsdp2_few_tokens(model: Any, patch: Patch) -> Any:
 
 
 def fsdp2_adapted_head(model: Any, patch: Patch) -> Any:
-    """Put a LoRA-adapted head in its own group: FSDP2 derives dynamic classes from PEFT's."""
+    """Put a LoRA-adapted head with a bias in its own group: FSDP2 derives dynamic classes from PEFT's."""
     fsdp2_head_alone(model.get_base_model(), lambda base: base)
     return patch(model)
+
+
+def fsdp2_peft_root(model: Any, patch: Patch) -> Any:
+    """Put the head in the group of a PeftModel around the causal LM, which frees it after the forward, as accelerate does."""
+    _layers(model.get_base_model())
+    return patch(fully_shard(model, reshard_after_forward=True))
 
 
 def fsdp1(model: Any, patch: Patch, **options: Any) -> Any:
@@ -188,10 +194,10 @@ def large(dtype: torch.dtype, extra_entries: int = 0) -> Any:
     return model.to(dtype)
 
 
-def lora_on_the_head() -> Any:
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+def with_lora(target: str, family: str = "llama", **options: Any) -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[target], init_lora_weights=False, **options)
     torch.manual_seed(3)
-    return get_peft_model(tiny_llama(), config)
+    return get_peft_model(FAMILIES[family].build(), config)
 
 
 ENGINES: dict[str, Callable[..., Any]] = {
@@ -210,6 +216,7 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "fsdp2_forward_between": fsdp2_head_alone,
     "fsdp2_few_tokens": fsdp2_few_tokens,
     "fsdp2_adapted_head": fsdp2_adapted_head,
+    "fsdp2_peft_root": fsdp2_peft_root,
     "fsdp1": fsdp1,
     "fsdp1_flat": partial(fsdp1, use_orig_params=False),
     "fsdp1_patched_first": patched_first(fsdp1),
@@ -236,8 +243,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_bias": FAMILIES["phi"].build,
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
-    "fsdp2_adapted_head": lora_on_the_head,
-    "tensor_parallel_lora": lora_on_the_head,
+    "fsdp2_adapted_head": partial(with_lora, "lm_head", "phi"),
+    "fsdp2_peft_root": partial(with_lora, "q_proj", modules_to_save=["lm_head"]),
+    "tensor_parallel_lora": partial(with_lora, "lm_head"),
     # transformers 5.17 accepts only even sizes
     "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
     "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
