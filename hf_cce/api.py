@@ -6,7 +6,6 @@ import difflib
 import functools
 import logging
 import os
-import sys
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
-from hf_cce.patches.causal_lm import patch, patch_of, unpatch
+from hf_cce.patches.causal_lm import patch, unpatch
 from hf_cce.patches.classes import patch_class, unpatch_class
 from hf_cce.patches.others import why_other
 from hf_cce.patches.refused import why_refuse, why_refuse_class
@@ -59,7 +58,6 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     else:
         base = causal_lm(model)
         _refuse(type(base), why_refuse(base) or why_other(base))
-        _forget_graphs(base, patched=True)
         patch(base, config, model)
     return model
 
@@ -75,9 +73,7 @@ def remove_cce(model: Target) -> Target:
     if isinstance(model, (str, type)):
         unpatch_class(_class_of(model))
         return model
-    base = causal_lm(model)
-    _forget_graphs(base, patched=False)
-    unpatch(base)
+    unpatch(causal_lm(model))
     return model
 
 
@@ -171,13 +167,3 @@ def _refuse(cls: type, reason: str | None) -> None:
         raise ValueError(
             f"model: {cls.__name__} cannot be patched: {reason}. It is unchanged; train it without hf_cce."
         )
-
-
-def _forget_graphs(base: nn.Module, *, patched: bool) -> None:
-    """Drop all compiled graphs if the model is about to be patched or unpatched.
-
-    Dynamo does not guard on a module's hooks, so a compiled function that calls the model would keep its old graph.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and (patch_of(base) is not None) is not patched:
-        dynamo.reset()

@@ -54,8 +54,8 @@ def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None
                 raise ValueError(f"num_items_in_batch must be a finite number, not negative, got {num_items_in_batch}")
             if num_items_in_batch:
                 return Divisor(number=float(num_items_in_batch))
-        # Zero, or compiling: a Python number would be a constant of the graph, and each new value would recompile.
-        return Divisor(torch.full((), num_items_in_batch, dtype=torch.float32, device=device))
+        # Zero, or compiling: as a Python number, or in torch.full, each new value of a float would recompile the graph.
+        return Divisor(torch.ones((), dtype=torch.float32, device=device) * num_items_in_batch)
     if num_items_in_batch.numel() != 1:
         raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(num_items_in_batch.shape)}")
     return Divisor(num_items_in_batch.detach().reshape(()).to(device))

@@ -51,7 +51,7 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
             return None
     if cap is not None:
         scale *= cap
-    usable = scale > 0 and math.isfinite(scale) and (cap is None or (cap > 0 and math.isfinite(cap)))
+    usable = 0 < scale < math.inf and (cap is None or 0 < cap < math.inf)
     return (scale, cap) if usable else None
 
 

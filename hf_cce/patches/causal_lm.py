@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
             _restore_forward(head, all_calls=True)
         return
     unpatch(model)  # its hooks were removed by other code
+    _drop_graphs()
     # Not at import, as it loads Dynamo; models have loaded it by now
     torch.compiler.assume_constant_result(_warn_full_logits)
     state = Patch(config, labels_position(type(model)), outermost=root)
@@ -131,6 +133,7 @@ def unpatch(model: nn.Module) -> None:
     state = patch_of(model)
     if state is None:
         return
+    _drop_graphs()
     for handle in state.handles:
         handle.remove()
     state.handles.clear()
@@ -139,6 +142,12 @@ def unpatch(model: nn.Module) -> None:
     head = find_head(model)
     if head is not None:
         _restore_forward(head, all_calls=True)
+
+
+def _drop_graphs() -> None:
+    """Drop all compiled graphs: Dynamo does not guard on a module's hooks, so a compiled call of the model would keep its own."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def patch_of(model: nn.Module) -> Patch | None:

@@ -115,8 +115,9 @@ def test_head_dtype_mismatch_raises_torch_error() -> None:
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
-def test_torch_compile_in_one_graph(family: str) -> None:
+# With dynamic=True the numbers of Gemma's config are symbols
+@pytest.mark.parametrize("family,dynamic", [("llama", None), ("gemma2", True), ("mixtral", None), ("gpt2", None)])
+def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
     for model in (plain, patched):
@@ -124,7 +125,7 @@ def test_torch_compile_in_one_graph(family: str) -> None:
         model(**inputs)  # the first call of Transformers' MoE models installs hooks behind a lock
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(patched, fullgraph=True, backend=counter)
+    compiled = torch.compile(patched, fullgraph=True, dynamic=dynamic, backend=counter)
     try:
         compiled(**inputs)
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -184,6 +185,18 @@ def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     assert compiled(**inputs).logits is None
     remove_cce(target)
     assert compiled(**inputs).logits is not None
+
+
+def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
+    inputs = {**batch(), "use_cache": False}
+    compiled = torch.compile(lambda model: model(**inputs).logits, fullgraph=True, backend="eager")
+    plain = tiny_llama()
+    assert compiled(plain) is not None
+    apply_cce(type(plain))
+    try:
+        assert compiled(tiny_llama()) is None
+    finally:
+        remove_cce(type(plain))
 
 
 def test_data_parallel_replica_returns_tensors() -> None:
