@@ -90,6 +90,7 @@ class AdapterHead(TensorProxy):
         return AdapterHead(terms, bias, dtype, self.call, self.cast)
 
     def _materialize(self, why: str) -> Tensor:
+        self.call.unknown_adapter = True
         return self.deferred()._materialize(why)
 
 

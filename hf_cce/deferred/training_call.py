@@ -94,6 +94,7 @@ class TrainingCall:
     answered: bool = False  # something differentiable was computed from the logits without making them
     without_gradients: bool = False  # the head ran in no_grad
     adapted: bool = False  # PEFT has wrapped the head
+    unknown_adapter: bool = False  # the adapter's own operations need the full logits
     vocab_size: int | None = None  # of the deferred logits
     reasons: list[str] = field(default_factory=list)
     full_logits: bool = False  # they were computed, and counted, at least once

@@ -396,7 +396,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
         if not why and call.full_logits:
             why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
         why = why or "its loss is not a cross entropy of its LM head's output"
-        known = bool(call.reasons) and not any("needs the full logits" in reason for reason in call.reasons)
+        known = bool(call.reasons) and not call.unknown_adapter
         adapter = None if known or head is None else adapter_in(head)
         if adapter is not None:
             why = (
