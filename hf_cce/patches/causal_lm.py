@@ -68,7 +68,8 @@ class Patch:
         self.filter_state.counters = self.stats
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "forward": None, "outermost": None}  # they refer to modules that may have been replaced since
+        replaced = {"forward": None, "outermost": None}  # they refer to modules that may have been replaced since
+        return {**vars(self), **replaced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.install()  # the process that unpickles a model may not have called ``patch``

@@ -116,7 +116,7 @@ def test_head_dtype_mismatch_raises_torch_error() -> None:
 
 
 # With dynamic=True the numbers of Gemma's config are symbols
-@pytest.mark.parametrize("family,dynamic", [("llama", None), ("gemma2", True), ("mixtral", None), ("gpt2", None)])
+@pytest.mark.parametrize(("family", "dynamic"), [("llama", None), ("gemma2", True), ("mixtral", None), ("gpt2", None)])
 def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
