@@ -66,6 +66,11 @@ def why_not_defer(head: nn.Module) -> str | None:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
         if sharded and module is not head:
             return "FSDP2 shards a layer inside the head by itself, and frees its weight after its forward; shard the whole head"
+        if kind.__name__ == "FullyShardedDataParallel" and module is not head:
+            return (
+                "FSDP1 wraps a layer inside the head, as PEFT's wrapping policy does with adapters, and frees its weight after "
+                "its forward; leave lm_head out of target_modules"
+            )
         if kind.__name__ == "FullyShardedDataParallel":
             return (
                 "the head is a separate FSDP1 unit, which frees its weight after its forward; keep it in the root unit"

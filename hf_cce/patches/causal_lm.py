@@ -77,6 +77,15 @@ class Patch:
         vars(self).update(state)
         self.__post_init__()
 
+    def warn_unfused(self, why: str) -> None:
+        """Warn, once, of a loss that another library computes without full logits, or a model without logits."""
+        if not self.warned:
+            self.warned = True
+            warn(
+                f"hf_cce: a training call of this model did not use the fused loss: {why}. The loss is correct; no memory is "
+                "saved."
+            )
+
     def run_with_hooks(self, model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, which calls the model's forward without its hooks, and do the work of both hooks around it."""
         output = changed = None
@@ -392,7 +401,6 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     missed = call.fused == 0
     state.stats.missed += missed
     if (missed or call.reasons) and not state.warned:
-        state.warned = True
         why = "; ".join(dict.fromkeys(call.reasons))
         if not why and call.full_logits:
             why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
@@ -406,12 +414,10 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
                 'modules_to_save=["lm_head"]'
             )
         if call.full_logits:
+            state.warned = True
             _warn_full_logits(why)
         else:  # TRL's own fused head, or a loss of the model that takes no logits
-            warn(
-                f"hf_cce: a training call of this model did not use the fused loss: {why}. The loss is correct; no memory is "
-                "saved."
-            )
+            state.warn_unfused(why)
 
 
 def _warn_full_logits(why: str) -> bool:

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.config import CCEConfig
 from hf_cce.deferred.handlers import can_compute_log_probs
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.deferred.recipe import Recipe
-from hf_cce.deferred.training_call import Stats
 from hf_cce.divergence import TeacherHead, token_divergences
 from hf_cce.head_checks import why_not_read
 from hf_cce.patches import trl
@@ -49,19 +47,24 @@ ARGUMENTS_ON_LOGITS = (
     "student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "logits_are_probs",
     "num_items_in_batch",
 )  # fmt: skip
-# Options and counters of the patched model whose training step runs in this thread
-current: ContextVar[tuple[CCEConfig, Stats] | None] = ContextVar("hf_cce_distillation", default=None)
+# The ``Patch`` of the model whose training step runs in this thread
+current: ContextVar[Any] = ContextVar("hf_cce_distillation", default=None)
 
 
-def _handle_call(running: tuple[CCEConfig, Stats], arguments: dict[str, Any]) -> Any:
-    heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
-    is_zero3 = any(hasattr(x, "ds_id") for x in heads)
-    if not torch.is_grad_enabled() or is_zero3 or why_not_read(*heads[:2]) or why_not_read(*heads[2:]):
+def _handle_call(patch: Any, arguments: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
         return NotImplemented
-    config, stats = running
-    stats.fused += 1
+    heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
+    reason = trl.GATHERED_ONLY_IN_CALL if any(hasattr(x, "ds_id") for x in heads) else None
+    reason = reason or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
+    if reason is not None:
+        patch.warn_unfused(reason)
+        return NotImplemented
+    patch.stats.fused += 1
     student, teacher = (_head(arguments, side) for side in ("student", "teacher"))
-    return token_divergences(student, teacher, arguments["beta"], arguments["temperature"], None, config, entropy=True)
+    return token_divergences(
+        student, teacher, arguments["beta"], arguments["temperature"], None, patch.config, entropy=True
+    )
 
 
 def _head(arguments: dict[str, Any], side: str) -> TeacherHead:

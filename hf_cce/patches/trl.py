@@ -34,6 +34,7 @@ ARGUMENTS = (
 # Only SFT requests exactly these. The other trainers compare log-probabilities with those of a call without gradients; with the
 # gradient filter these would differ by rounding.
 SFT_OUTPUTS = {"entropy", "is_top1"}
+GATHERED_ONLY_IN_CALL = "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
 Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
@@ -96,7 +97,7 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
         )
     reason = why_not_read(weight, bias)
     if reason is None and any(hasattr(x, "ds_id") for x in (weight, bias)):
-        reason = "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
+        reason = GATHERED_ONLY_IN_CALL
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented

@@ -9,12 +9,14 @@ import pytest
 import torch
 from models import stats, tiny_llama
 from numerics import budget, relative_error
+from peft import LoraConfig, get_peft_model
 from test_trl import STEPS, assert_same_steps, common, of_another_trl, prompts, run, tokenizer, trl
 from transformers import TrainerCallback
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches import distillation, marking
 from hf_cce.patches import trl as trl_patch
+from hf_cce.patches.causal_lm import Patch
 
 module = pytest.importorskip(distillation.MODULE)
 FUNCTION = getattr(module, distillation.NAME, None)
@@ -57,6 +59,16 @@ def test_other_trainers_and_trl_versions_are_unchanged(tmp_path: Path, monkeypat
     assert getattr(module, distillation.NAME) is other and not seen
 
 
+def test_head_of_zero3_gives_its_reason(tmp_path: Path) -> None:
+    """A head with a ``ds_id`` is refused; with LoRA, TRL calls the model without its hooks, so no call is counted."""
+    model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    trainer = build(tmp_path, model, [CCECallback()])
+    model.get_base_model().lm_head.weight.ds_id = 0
+    messages = run(trainer)[1]
+    assert trl_patch.GATHERED_ONLY_IN_CALL in messages[0] and "an earlier warning gives the reason" in messages[1]
+    assert len(messages) == 2
+
+
 def test_evaluation_uses_trl(tmp_path: Path) -> None:
     trainer = build(tmp_path, tiny_llama(), [CCECallback()])
     run(trainer)
@@ -92,12 +104,12 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     assert trl_patch.replace(FUNCTION, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
-    counted = distillation.Stats()
+    patch = Patch(CCEConfig(), None)
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
-        token = distillation.current.set((CCEConfig(), counted) if ours else None)
+        token = distillation.current.set(patch if ours else None)
         found = FUNCTION.apply(*arguments)  # type: ignore[union-attr]
         distillation.current.reset(token)
         assert found[0].requires_grad and not found[1].requires_grad
@@ -106,22 +118,4 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     exact, twin, ours = answer(torch.float64, True), answer(torch.float32, False), answer(torch.float32, True)
     for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
         assert relative_error(a, e) <= budget(relative_error(t, e), torch.float32), number
-    assert counted.fused == 2
-
-
-def test_zero_3_head_uses_trl() -> None:
-    weight = torch.nn.Parameter(torch.ones(5, 4))
-    weight.ds_id, weight.ds_shape = 0, weight.shape  # type: ignore[attr-defined]
-    calls = []
-
-    class Original:
-        forward = staticmethod(FUNCTION.forward)  # type: ignore[union-attr]
-        apply = staticmethod(lambda *args: calls.append(args) or "TRL's")
-
-    counted = distillation.Stats()
-    token = distillation.current.set((CCEConfig(), counted))
-    heads = 2 * (torch.ones(3, 4), weight, None)
-    assert trl_patch.replace(Original, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
-    assert Original.apply(*heads, 0.5) == "TRL's"
-    distillation.current.reset(token)
-    assert len(calls) == 1 and not counted.fused
+    assert patch.stats.fused == 2
