@@ -293,8 +293,8 @@ def _are_alike(x: Any, other: Any) -> bool:
 # Computed results
 
 
-@implements("cross_entropy")
-def _cross_entropy(
+def _loss(
+    name: str,
     x: Any,
     target: Any,
     weight: Tensor | None = None,
@@ -302,61 +302,51 @@ def _cross_entropy(
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    **smoothing: float,
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    Probabilities as targets, class weights with label smoothing, and logits without a closed form need full logits. If every
-    label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
+    ``F.nll_loss`` of their log_softmax is the same. Probabilities as targets, class weights with label smoothing, and logits
+    without a closed form need full logits. If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is
+    NaN.
     """
-    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    known = _meaning_of(x, "z") and size_average is reduce is None and not (weight is not None and label_smoothing)
-    return _fused_loss(x, F.cross_entropy, target, reduction, options) if known else NotImplemented
-
-
-@implements("nll_loss")
-def _nll_loss(
-    x: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    """Compute ``F.nll_loss`` of the log_softmax of logits as the cross entropy of the logits."""
-    found = _meaning_of(x, "log p")
+    call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
+    found = _meaning_of(x, "z" if name == "cross_entropy" else "log p")
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
-    options = {"weight": weight, "ignore_index": ignore_index}
-    return _fused_loss(x, F.nll_loss, target, reduction, options) if known else NotImplemented
-
-
-def _fused_loss(x: Any, function: Any, target: Any, reduction: str, options: dict[str, Any]) -> Any:
-    call, shape, weight = x.recipe.call, (x.shape[0], *x.shape[2:]), options["weight"]
-    smoothing, ignore_index = options.get("label_smoothing", 0.0), options["ignore_index"]
-    plain_target = isinstance(target, Tensor) and not target.is_floating_point() and target.shape == shape
-    if x.ndim != 2 + x.recipe.class_first or not plain_target or not _is_class_weight(weight, x):
+    plain_target = isinstance(target, Tensor) and not target.is_floating_point()
+    if (
+        not known
+        or not plain_target
+        or x.ndim != 2 + x.recipe.class_first
+        or target.shape != (x.shape[0], *x.shape[2:])
+    ):
         return NotImplemented
+    if weight is not None:
+        plain_weight = (
+            weight.shape == (x.recipe.weight.shape[0],) and weight.dtype == x.dtype and not weight.requires_grad
+        )
+        if smooth or not plain_weight:
+            return NotImplemented
     for _, (ids, _) in x.recipe.mask_ops():
-        if smoothing or torch.isin(target, ids.to(target.device)).any():
+        if smooth or torch.isin(target, ids.to(target.device)).any():
             return NotImplemented  # the value written there is part of the loss
 
     def fused(r: Recipe) -> tuple[Tensor]:
         labels, arguments = target.to(r.hidden_states.device), r.loss_arguments()
         arguments |= {"labels": labels, "ignore_index": ignore_index, "filter_state": call.filter_state}
-        sums = None if smoothing or is_dtensor(r.weight) else call.token_sums
+        sums = None if smooth or is_dtensor(r.weight) else call.token_sums
         if sums is not None:
             found = linear_log_probs(**arguments, entropy=True, is_top1=True)
             sums.add(labels != ignore_index, found)
-            return (_weighted(-found.log_probs, labels, reduction, options),)
+            return (_weighted(-found.log_probs, labels, reduction, ignore_index, weight),)
         first: Any = reduction if weight is None else "none"
-        loss = linear_cross_entropy(**arguments, reduction=first, label_smoothing=smoothing)
-        return (loss if weight is None else _weighted(loss, labels, reduction, options),)
+        loss = linear_cross_entropy(**arguments, reduction=first, **smoothing)
+        return (loss if weight is None else _weighted(loss, labels, reduction, ignore_index, weight),)
 
     def native(z: Tensor) -> tuple[Tensor]:
         labels = target.to(z.device)
-        loss = function(_upcast(z), labels, reduction="none", **{**options, "weight": None})
-        return (_weighted(loss, labels, reduction, options),)
+        loss = getattr(F, name)(_upcast(z), labels, ignore_index=ignore_index, reduction="none", **smoothing)
+        return (_weighted(loss, labels, reduction, ignore_index, weight),)
 
     (loss,) = x._compute_fused(fused, native)
     call.note_fused()
@@ -365,14 +355,13 @@ def _fused_loss(x: Any, function: Any, target: Any, reduction: str, options: dic
     return loss.to(x.device, torch.promote_types(loss.dtype, x.dtype))
 
 
-def _is_class_weight(weight: Any, x: Any) -> bool:
-    v = x.recipe.weight.shape[0]
-    return weight is None or (weight.shape == (v,) and not weight.requires_grad and weight.dtype == x.dtype)
+HANDLERS["cross_entropy"] = functools.partial(_loss, "cross_entropy")
+HANDLERS["nll_loss"] = functools.partial(_loss, "nll_loss")
 
 
-def _weighted(loss: Tensor, labels: Tensor, reduction: str, options: dict[str, Any]) -> Tensor:
+def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, weight: Tensor | None) -> Tensor:
     """Apply class weights to the ``loss`` of each token and reduce it. Without class weights, the mean of no labels is 0."""
-    valid, weight = labels != options["ignore_index"], options["weight"]
+    valid = labels != ignore_index
     if weight is not None:
         weights = weight.to(loss.device, loss.dtype)[labels.masked_fill(~valid, 0)] * valid
         loss = loss * weights
