@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from hf_cce.cli.common import Output, table
-from hf_cce.diagnostics.machine import TITLE
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -14,6 +13,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     Exit codes: 0 if everything is fine, 1 if something is wrong (the output shows how to fix it), 2 if the check could not run.
     """
     from hf_cce.diagnostics.doctor import diagnose
+    from hf_cce.diagnostics.machine import TITLE
 
     found = diagnose(out.progress)
     out.progress("")

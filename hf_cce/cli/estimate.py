@@ -6,10 +6,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
-from hf_cce.diagnostics.machine import GIB
 
 if TYPE_CHECKING:
     from hf_cce.diagnostics.estimate import Estimate
+
+GIB = 1 << 30
 
 
 def gpu_size(text: str) -> int:

@@ -1,22 +1,22 @@
 """``hf-cce doctor``: check what is installed, what runs on each device, and whether its results are correct.
 
-Each check imports the packages it needs, so a machine without torch or Transformers is diagnosed too, and a failing check does
-not stop the others.
+A machine without torch or Transformers is diagnosed too, and a failing check does not stop the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.machine import EXPECT, Progress, dtype_name, first_line
 
-if TYPE_CHECKING:
+with contextlib.suppress(Exception):
     import torch
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -86,6 +86,8 @@ def package(name: str, least: str, *, imported: bool = False) -> Check:
     command = _install(f"{name}>={least}")
     if imported:
         try:
+            if name == "torch" and machine.TORCH_ERROR:
+                raise machine.TORCH_ERROR  # a second import may fail in another way
             module = importlib.import_module(name)
             version = str(getattr(module, "__version__", version))
             if name == "torch":
@@ -112,8 +114,6 @@ def triton(wanted: bool) -> Check:
 
 
 def _runs_kernels(device: torch.device) -> bool:
-    import torch
-
     from hf_cce.dispatch import CAPABILITY
 
     nvidia = device.type == "cuda" and torch.version.cuda is not None
@@ -122,8 +122,6 @@ def _runs_kernels(device: torch.device) -> bool:
 
 def _devices() -> tuple[list[torch.device], list[Check]]:
     """Return the devices that training could use, the CPU first, and the checks of the GPUs."""
-    import torch
-
     devices, checks = [torch.device("cpu")], []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         devices.append(torch.device("cuda", i))
@@ -157,8 +155,6 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("gpu", NOTE, f"{there}, but CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES")
     try:
-        import torch
-
         torch.cuda.init()
         why = "torch gives no reason"
     except Exception as error:
@@ -192,8 +188,6 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
 
 def _choice(device: torch.device, dtype: str) -> dict[str, str]:
     """Return what runs on ``device`` in training of usual size."""
-    import torch
-
     from hf_cce.dispatch import explain_dispatch
 
     found = explain_dispatch(8192, 1024, 49_152, getattr(torch, dtype), device)
@@ -206,8 +200,6 @@ def _choice(device: torch.device, dtype: str) -> dict[str, str]:
 
 def hopper_kernels(device: torch.device) -> str:
     """Return which kernels a Hopper GPU uses, "" for other GPUs."""
-    import torch
-
     if torch.cuda.get_device_capability(device)[0] != 9:
         return ""
     from hf_cce.kernels.launch_config import HOPPER_VERSIONS, is_hopper_validated
@@ -219,8 +211,6 @@ def hopper_kernels(device: torch.device) -> str:
 
 def _model() -> Check:
     """Check that a patched model of the installed Transformers trains as it does unpatched, without logits."""
-    import torch
-
     from hf_cce.diagnostics import check
 
     name, again = "transformers model", _install(f"transformers>={REQUIRED['transformers']}", "--upgrade")

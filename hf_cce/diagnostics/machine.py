@@ -1,7 +1,4 @@
-"""Describe this machine: device names, package versions, default dtypes, memory in use.
-
-Importing this module loads only the standard library, because ``hf-cce doctor`` must run without torch.
-"""
+"""Describe this machine: device names, package versions, default dtypes, memory in use."""
 
 from __future__ import annotations
 
@@ -15,10 +12,15 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
+import hf_cce
+
+TORCH_ERROR: Exception | None = None  # ``hf-cce doctor`` runs without torch and reports it
+try:
     import torch
+except Exception as error:
+    TORCH_ERROR = error
 
 # By implementation of the loss.
 TITLE = {"triton": "Triton kernels", "portable": "PyTorch fallback"}
@@ -32,8 +34,6 @@ Progress = Callable[[str], object]  # called with a text about what runs now
 
 def report_header(device: torch.device, *packages: str) -> dict[str, Any]:
     """Return the header of a result file: date, device and versions of ``packages``."""
-    import hf_cce
-
     own = {"hf_cce": hf_cce.__version__, "python": platform.python_version()}
     return {
         "date": datetime.date.today().isoformat(),
@@ -55,8 +55,6 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of a CPU with its architecture, system and number of threads."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -81,8 +79,6 @@ def driver_gpus() -> list[str] | None:
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """Return the properties of a CUDA device that determine its speed."""
-    import torch
-
     found = torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
@@ -97,24 +93,18 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
 
 def best_device() -> torch.device:
     """Return the first NVIDIA GPU, else Apple's GPU, else the CPU."""
-    import torch
-
     mps = torch.backends.mps.is_available()
     return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
 
 
 def half_dtype(device: torch.device) -> torch.dtype:
     """Return the 16-bit dtype for ``device``: float16 on NVIDIA GPUs below compute capability 8.0 such as a T4."""
-    import torch
-
     old = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0)
     return torch.float16 if old else torch.bfloat16
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products in training on ``device``: 16-bit on a CUDA GPU, else float32."""
-    import torch
-
     return half_dtype(device) if device.type == "cuda" else torch.float32
 
 
@@ -129,8 +119,6 @@ def checked_device(name: str | None) -> torch.device:
     Raises:
         ValueError: torch cannot use this device here.
     """
-    import torch
-
     try:
         device = torch.device(name) if name else best_device()
         if device.type != "cuda":
@@ -150,8 +138,6 @@ def first_line(error: BaseException) -> str:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -160,15 +146,11 @@ def synchronize(device: torch.device) -> None:
 
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes in use now: of the GPU's allocator, or on a CPU of the whole process (Linux only)."""
-    import torch
-
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the peak of ``memory_in_use`` since the process began, or since ``reset_peak_memory``."""
-    import torch
-
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_bytes("VmHWM")
 
 
@@ -179,8 +161,6 @@ def _process_bytes(field: str) -> int:
 
 def reset_peak_memory(device: torch.device) -> bool:
     """Reset ``peak_memory``; return False if memory cannot be measured."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
