@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from hf_cce.ops import compute_context
-from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, scratch_bytes
+from hf_cce.reference import (
+    FP16_SCALE,
+    add_product,
+    apply_scale_and_softcap_,
+    matmul_acc,
+    matmul_supports_fp32_out,
+    scratch_bytes,
+)
 from hf_cce.spec import accumulation_dtype
 
 
@@ -48,13 +55,7 @@ class Head(NamedTuple):
             z = self.hidden.to(acc_dtype) @ self.weight.t().to(acc_dtype)
         else:
             z = matmul_acc(self.hidden, self.weight.t())
-        return self.apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias))
-
-    def apply_scale_and_softcap_(self, x: Tensor) -> Tensor:
-        """Apply scale and softcap in place."""
-        if self.logit_scale != 1.0:
-            x.mul_(self.logit_scale)
-        return x.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else x
+        return apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias), self.logit_scale, self.softcap)
 
     def logit_derivative(self, z: Tensor) -> Tensor | float:
         """Return ∂z/∂x at ``z``, where x is the logit before scale and softcap."""

@@ -25,6 +25,7 @@ from hf_cce.divergence_passes import (
     refuse_second_derivative,
 )
 from hf_cce.ops import compute_context
+from hf_cce.reference import apply_scale_and_softcap_
 from hf_cce.spec import accumulation_dtype
 
 
@@ -122,4 +123,4 @@ def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:
         hidden = student.hidden[rows].to(acc_dtype)
         x = torch.bmm(weight[ids[rows]].to(acc_dtype), hidden[:, :, None])[:, :, 0]
         found[rows] = x if bias is None else x.add_(bias[ids[rows]])
-    return student.apply_scale_and_softcap_(found)
+    return apply_scale_and_softcap_(found, student.logit_scale, student.softcap)

@@ -119,10 +119,7 @@ def _general_chunks(
         f = z[rows].to(acc_dtype, copy=True)
         if bias is not None:
             f.add_(bias)
-        if spec.logit_scale != 1.0:
-            f.mul_(spec.logit_scale)
-        if spec.softcap:
-            f.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
         log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
         label_log_p = log_p.gather(1, y[rows])
         # If a bias of −inf masks the label, the difference is NaN.

@@ -228,9 +228,14 @@ def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: in
     z = z.to(accumulation_dtype(z.dtype))
     if x.bias is not None:
         z.add_(x.bias[start:stop])
-    if spec.logit_scale != 1.0:
-        z.mul_(spec.logit_scale)
-    return z.div_(spec.softcap).tanh_().mul_(spec.softcap) if spec.softcap else z
+    return apply_scale_and_softcap_(z, spec.logit_scale, spec.softcap)
+
+
+def apply_scale_and_softcap_(z: Tensor, logit_scale: float, softcap: float) -> Tensor:
+    """Apply scale and softcap (0: none) in place."""
+    if logit_scale != 1.0:
+        z.mul_(logit_scale)
+    return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
 
 
 def _labels_inside(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
