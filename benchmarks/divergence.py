@@ -76,10 +76,10 @@ def tiled(loss: Loss, tiles: str) -> Loss:
 
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     numbers: dict[str, Any] = dict(zip(names, map(int, tiles.split("x")), strict=True))
-    default = divergence._plan
+    default = divergence.pair_plan
 
     def with_tiles(*inputs: Tensor) -> Tensor:
-        divergence._plan = lambda student, teacher: replace(default(student, teacher), **numbers)
+        divergence.pair_plan = lambda student, teacher: replace(default(student, teacher), **numbers)
         return loss(*inputs)
 
     return with_tiles

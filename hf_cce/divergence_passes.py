@@ -196,14 +196,19 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
     """Return the divergence of each row, and the statistics that its gradient needs."""
     n, column_bytes = student.hidden.shape[0], portable_column_bytes(student, teacher)
     if spec.triton:  # the statistics of a tile and two copies, which folding makes
-        column_bytes = -(-12 * (2 + spec.kl + spec.entropy) * n // divergence_kernels().tile_width(student, teacher))
+        column_bytes = -(
+            -12 * (2 + spec.kl + spec.entropy) * n // divergence_kernels().pair_plan(student, teacher).block_n
+        )
     column_bytes += _copied_bytes(teacher, tokens)
     slabs = make_slabs(student, spec, column_bytes)
     if spec.triton and not spec.kl:
         lse, entropy = divergence_kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
-        parts = _empty_parts(len(slabs), student, spec)
+        # Allocated before the loop. Small tensors of each slab would lie between its large temporaries, and a CPU's heap could
+        # then neither reuse the gaps for the next slab nor return them.
+        dtype, sizes = accumulation_dtype(student.hidden.dtype), (n, n, n if spec.kl else 0, n if spec.entropy else 0)
+        parts = PartialStats(*(student.hidden.new_empty((len(slabs), size), dtype=dtype) for size in sizes))
         for index, slab in enumerate(slabs):
             parts.write(index, _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec))
         lse, teacher_lse, gap, expectation = _fold(parts, spec)
@@ -240,17 +245,6 @@ def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSp
         student, teacher, tokens.num_valid, spec.beta, spec.entropy
     )
     return _fold(PartialStats(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
-
-
-def _empty_parts(count: int, student: Head, spec: DivergenceSpec) -> PartialStats:
-    """Allocate the statistics of ``count`` slabs, [count, N].
-
-    This is done before the loop over slabs. Small tensors of each slab would lie between its large temporaries, and a CPU's heap
-    could then neither reuse the gaps for the next slab nor return them.
-    """
-    n, dtype = student.hidden.shape[0], accumulation_dtype(student.hidden.dtype)
-    sizes = n, n, n if spec.kl else 0, n if spec.entropy else 0
-    return PartialStats(*(student.hidden.new_empty((count, size), dtype=dtype) for size in sizes))
 
 
 def _fold(parts: PartialStats, spec: DivergenceSpec) -> PartialStats:

@@ -40,11 +40,6 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def is_plain(head: nn.Module) -> bool:
-    """Return True if ``head`` has the unwrapped forward of ``torch.nn.Linear``."""
-    return type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
-
-
 def why_not_defer(head: nn.Module) -> str | None:
     """Return why the structure of ``head`` does not allow deferring its matmul, or None."""
     compiling = torch.compiler.is_compiling() or head._compiled_call_impl is not None
@@ -52,7 +47,8 @@ def why_not_defer(head: nn.Module) -> str | None:
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
         return f"a backward hook on all modules {_HOOKED}"
-    if F.linear is not LINEAR and not is_plain(head):
+    plain = type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
+    if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
     for module in head.modules():
         sharded = hasattr(module, "set_reshard_after_forward")

@@ -46,7 +46,8 @@ def why_not_sharded(hidden: Any, weight: Any, bias: Any = None) -> str | None:
             continue
         if not is_dtensor(value) or not _is_sharded_on_dim0(value):
             return f"the head's {name} is not split over its first dimension ({_layout(value)})"
-        if not is_dtensor(hidden) or value.device_mesh != hidden.device_mesh or not _is_replicated(hidden):
+        replicated = is_dtensor(hidden) and all(placement.is_replicate() for placement in hidden.placements)
+        if not replicated or value.device_mesh != hidden.device_mesh:
             return f"the hidden states are not replicated over the processes that share the head's {name} ({_layout(hidden)})"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
@@ -184,10 +185,6 @@ def _is_sharded_on_dim0(value: Any) -> bool:
 
     (first, *more) = value.placements
     return not more and type(first) is Shard and first.dim == 0
-
-
-def _is_replicated(value: Any) -> bool:
-    return all(placement.is_replicate() for placement in value.placements)
 
 
 def _layout(value: Any) -> str:

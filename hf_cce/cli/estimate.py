@@ -50,15 +50,18 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
     Exit codes: 0 if the memory was estimated, 2 if it could not be estimated.
     """
+    import torch
+
     from hf_cce.diagnostics import estimate
 
+    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 24 * GIB
     out.progress("running the model on tensors without data")
     found = estimate.estimate(
         options.model_name_or_path,
         options.batch_size,
         options.seq_length,
         options.dtype,
-        options.gpu_memory or estimate.this_gpu() or 24 * GIB,
+        options.gpu_memory or here,
         options.memory_budget,
         lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )

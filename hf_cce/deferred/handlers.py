@@ -302,7 +302,7 @@ def _loss(
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    **smoothing: float,
+    **smoothing: Any,
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 

@@ -173,7 +173,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                     values = apply_ops(since, base._materialize_values(why))
                 for index, known in storage.known:  # so that they equal entries that code compares them with
                     values.scatter_(-1, index.to(values.device), known.to(values.device, values.dtype))
-                storage.set_values(values, self.recipe.aliases)
+                storage.values, storage.version = values, values._version
+                self.recipe.aliases.append(storage)
         assert storage.values is not None
         return storage.values
 

@@ -30,10 +30,6 @@ class SharedStorage:
         self.in_graph = in_graph
         self.known: list[tuple[Tensor, Tensor]] = []  # (token ids [..., K], values that were returned for them)
 
-    def set_values(self, values: Tensor, aliases: list[SharedStorage]) -> None:
-        self.values, self.version = values, values._version
-        aliases.append(self)
-
     @property
     def is_modified(self) -> bool:
         """True if the values were modified in place. A graph has no versions, so there values count as modified once computed."""
@@ -89,8 +85,10 @@ class Recipe:
         return self.replace(hidden_states=hidden_states, weight=weight, bias=bias)
 
     def with_leaves(self) -> Recipe:
-        """Return the recipe of eager code, on leaves that stand for the operands."""
-        leaves = tuple(None if x is None else leaf_of(x) for x in self.operands)
+        """Return the recipe on detached leaves that stand for the operands; in a compiled graph, on the operands themselves."""
+        leaves: tuple[Any, ...] = self.operands
+        if not torch.compiler.is_compiling():
+            leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in leaves)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
         return self.with_operands(*leaves).replace(leaves=leaves, aliases=[], **found)
 
@@ -150,11 +148,6 @@ def some_entries(weight: Any) -> Any:
     if is_freed(part):
         return None
     return part[:: max(1, part.shape[0] // 64), :: max(1, part.shape[1] // 64)].clone()
-
-
-def leaf_of(x: Tensor) -> Tensor:
-    """Return the detached leaf that stands for ``x`` in a recipe; in a compiled graph, ``x`` itself."""
-    return x if torch.compiler.is_compiling() else x.detach().requires_grad_(x.requires_grad)
 
 
 def versions_of(*operands: Tensor | None) -> tuple[int | None, ...]:

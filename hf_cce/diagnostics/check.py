@@ -119,10 +119,10 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
         raise ValueError(
             f"only one of the runs with and without hf_cce has gradients of {sorted(patched.keys() ^ plain.keys())}"
         )
-    rows = [
-        result_row(name, error, allowed_error(noise[name], torch.float32))
-        for name, error in _errors(patched, plain).items()
-    ]
+    rows = []
+    for name, error in _errors(patched, plain).items():
+        limit = allowed_error(noise[name], torch.float32)
+        rows.append({"name": name, "error": error, "allowed": limit, "ok": error <= limit})
     return {
         "model": type(model).__name__,
         "device": str(device),
@@ -135,11 +135,6 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
         "same": same and all(row["ok"] for row in rows),
         "saves": stats["fused"] > 0 and stats["materialized"] == 0,
     }
-
-
-def result_row(name: str, error: float, limit: float) -> dict[str, Any]:
-    """Return a report row for an ``error`` of which ``limit`` is allowed."""
-    return {"name": name, "error": error, "allowed": limit, "ok": error <= limit}
 
 
 def computes_no_logits(device: torch.device) -> CCEConfig:

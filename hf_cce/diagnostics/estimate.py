@@ -94,11 +94,6 @@ class Estimate:
         return {**asdict(self), "verdict": verdict(self)}
 
 
-def this_gpu() -> int | None:
-    """Return the bytes of the first GPU's memory, None where there is none."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-
-
 def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
     """Return the peak bytes of the loss with its gradients, the bytes of these gradients, and whether CCE uses full logits."""
     item_bytes, logits = ITEM[dtype], tokens * model.vocabulary

@@ -188,7 +188,7 @@ def _pair_kernel(
             _store_means(zs, zt, tile, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND)
 
 
-def _plan(student: Any, teacher: Any) -> Plan:
+def pair_plan(student: Any, teacher: Any) -> Plan:
     """Choose tiles of at most 128 by 128, since two are accumulated at once.
 
     Fewer row blocks share weight tiles than with one model, because the hidden states of both models must stay in L2.
@@ -213,11 +213,6 @@ def _launch(student: Any, teacher: Any, plan: Plan, beta: float, *rest: Any, gra
     )  # fmt: skip
 
 
-def tile_width(student: Any, teacher: Any) -> int:
-    """Return the columns of a tile; slab widths should be multiples of it."""
-    return _plan(student, teacher).block_n
-
-
 def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> tuple[Tensor, Tensor]:
     """Return (logsumexp [N], entropy [N] or empty) of one head; zero for ignored tokens."""
     n = head.hidden.shape[0]
@@ -236,7 +231,7 @@ def pair_stats(
     lse: tuple[Tensor, Tensor] | None = None,  # for the JSD: logsumexps [N] of student and teacher
 ) -> list[Tensor]:
     """Return the statistics of ``_pair_kernel``, [T, N] each."""
-    n, plan = student.hidden.shape[0], _plan(student, teacher)
+    n, plan = student.hidden.shape[0], pair_plan(student, teacher)
     tiles, kl = ceil_div(student.weight.shape[0], plan.block_n), lse is None
     # Zeros rather than uninitialized memory: rows of ignored tokens are not written, and NaN times zero is NaN.
     parts = [
@@ -257,6 +252,7 @@ def pair_gradient(
     beta: float,
 ) -> Tensor:
     """Return the gradient of ``_pair_kernel``, [N, V] in the dtype of the student's hidden states."""
-    plan, out = _plan(student, teacher), empty_slab(student.hidden, student.hidden.shape[0], student.weight.shape[0])
+    plan = pair_plan(student, teacher)
+    out = empty_slab(student.hidden, student.hidden.shape[0], student.weight.shape[0])
     _launch(student, teacher, plan, beta, num_valid, *rows, grad, out, *(None,) * 5, out.stride(0), gradient=True)
     return out

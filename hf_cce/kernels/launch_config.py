@@ -179,11 +179,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_2(x: int) -> int:
-    """Return the smallest power of 2 that is at least ``x``."""
-    return 1 << (x - 1).bit_length()
-
-
 def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) -> int:
     """Return the width of equal slabs of the logits' gradient that fit the budget: a multiple of ``block_n``, or ``v``."""
     widest = max(block_n, budget // max(1, n * bytes_per_logit) // block_n * block_n)

@@ -183,8 +183,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
         return
     training = model.training and torch.is_grad_enabled()
-    if kwargs.get("fused_lm_head"):
-        _begin_trl_call(state, training and (labels or kwargs.get("shift_labels") is not None))
+    if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
+        counted = training and (labels or kwargs.get("shift_labels") is not None)
+        call = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
+        if (compiling or not trl.begin_call(call)) and counted:
+            _note_bypass(state)
         deferring = False
     elif compiling or getattr(model, "_is_replica", False):  # their outputs contain no logits
         deferring = training and labels
@@ -213,13 +216,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, call, head)
     if previous_entry is not None:
         _install_forward(model, state, head, _Entry(None, previous_entry))
-
-
-def _begin_trl_call(state: Patch, training: bool) -> None:
-    """Handle a call of the fused head that TRL adds to its models, or count it as bypassed."""
-    call = TrainingCall(state.config, state.stats, state.filter_state) if training else TrainingCall(state.config)
-    if (torch.compiler.is_compiling() or not trl.begin_call(call)) and training:
-        _note_bypass(state)
 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:

@@ -9,8 +9,6 @@ Can be removed when Transformers offers a hook between the head and the loss.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from hf_cce.sharded import is_dtensor
@@ -22,8 +20,11 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
     """Return why ``head`` cannot defer its product under the tensor parallelism that is applied to it, or None."""
     for module in head.modules():
         own = module.__dict__
-        # accelerate's hooks keep the forward that they wrap as ``_old_forward``
-        replaced = any(_is_tp_forward(own.get(name)) for name in ("forward", "_old_forward"))
+        forwards = (
+            own.get("forward"),
+            own.get("_old_forward"),
+        )  # accelerate's hooks keep there the forward that they wrap
+        replaced = _TP_FORWARD_QUALNAME in (getattr(forward, "__qualname__", None) for forward in forwards)
         planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
         if compiling:  # Dynamo does not see the function's name, but it sees this attribute of Transformers
             planned = planned or own.get("_is_hooked", False)
@@ -38,7 +39,3 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
         if not all(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
             return "tensor parallelism keeps a plain slice of the head's weight on each process (transformers 5.8)"
     return None
-
-
-def _is_tp_forward(forward: Any) -> bool:
-    return getattr(forward, "__qualname__", None) == _TP_FORWARD_QUALNAME

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
-from hf_cce.kernels.launch_config import ceil_div, padded, power_of_2
+from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope
 
@@ -301,7 +301,7 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
         row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints(rows, passes + 1),
         row_order=ints(passes, rows),
     )  # fmt: skip
-    rows_2 = max(16, power_of_2(rows))
+    rows_2 = max(16, triton.next_power_of_2(rows))
     _choose_tiles_kernel[(cols,)](
         energy, reference_sums, histograms, tau, kept.kept_slot, kept.kept_counts, rows, len(reference_sums), len(histograms),
         ROWS=rows_2, BLOCK=1024,
@@ -309,7 +309,7 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
     _list_tiles_kernel[(rows,)](
         kept.kept_slot, kept.kept_counts, kept.first_kept, kept.pass_block, kept.pass_start, kept.tiles, kept.tile_rows,
         kept.row_tiles, kept.row_pass, rows, cols, saved.workspace.tiles_per_pass, passes,
-        PASSES_2=max(16, power_of_2(passes + 1)), BLOCK=128,
+        PASSES_2=max(16, triton.next_power_of_2(passes + 1)), BLOCK=128,
     )  # fmt: skip
     _longest_first_kernel[(rows, passes)](kept.row_pass, kept.row_order, rows, passes, ROWS=rows_2, num_warps=1)
     return kept
@@ -328,7 +328,9 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
         reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or None, BY_ROUNDING=by_rounding,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    block = max(2048, power_of_2(rows * cols // 128))  # each program of _choose_tiles_kernel reads all histograms
+    block = max(
+        2048, triton.next_power_of_2(rows * cols // 128)
+    )  # each program of _choose_tiles_kernel reads all histograms
     counts = torch.empty((ceil_div(rows * cols, block), BINS.value), dtype=torch.int32, device=device)
     _count_kernel[(len(counts),)](energy, counts, rows * cols, BLOCK=block, num_warps=4)
     return energy, reference_sums, counts
