@@ -29,31 +29,25 @@ __all__ = [
     "supported_models",
 ]
 
-_HOME = {
-    "CCECallback": "callback",
-    "CCEConfig": "config",
-    "CCEWarning": "config",
-    "FilterState": "filter_state",
-    "TeacherHead": "divergence",
-    "TeacherTopK": "divergence",
-    "apply_cce": "api",
-    "linear_cross_entropy": "loss",
-    "linear_divergence": "divergence",
-    "linear_log_probs": "loss",
-    "remove_cce": "api",
-    "supported_models": "api",
+_NAMES = {
+    "api": ("apply_cce", "remove_cce", "supported_models"),
+    "callback": ("CCECallback",),
+    "config": ("CCEConfig", "CCEWarning"),
+    "divergence": ("TeacherHead", "TeacherTopK", "linear_divergence"),
+    "filter_state": ("FilterState",),
+    "loss": ("linear_cross_entropy", "linear_log_probs"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a public name on first use, so that ``import hf_cce`` imports no torch, Triton or Trainer."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ Modules, roughly in the order of a training step:
     launcher        launch kernels; if Triton's cache is empty, compile all of them in parallel
 """
 
+# ruff: noqa: F401 (hf_cce.strategies uses these names)
 from hf_cce.kernels.backward import logit_stats_backward
 from hf_cce.kernels.filter.run import filtered_cross_entropy, filtered_gradients, filtered_stats
 from hf_cce.kernels.filter.workspace import BackwardRequest
@@ -27,22 +28,3 @@ from hf_cce.kernels.materialized import compute_logits as materialized_logits
 from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
 from hf_cce.kernels.materialized import gradients as materialized_gradients
 from hf_cce.kernels.token_groups import PrecomputedGradients, scale_precomputed_gradients
-
-__all__ = [
-    "BackwardRequest",
-    "PrecomputedGradients",
-    "compiling",
-    "cross_entropy",
-    "exact_cross_entropy",
-    "filtered_cross_entropy",
-    "filtered_gradients",
-    "filtered_stats",
-    "logit_stats",
-    "logit_stats_backward",
-    "materialized_cross_entropy",
-    "materialized_gradients",
-    "materialized_logits",
-    "scale_precomputed_gradients",
-    "validate_labels",
-    "when_cold",
-]
