@@ -7,7 +7,6 @@ plus rounding. The exact result is computed with full logits in float64 from the
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.diagnostics import machine
-from hf_cce.diagnostics.machine import Progress, first_line
+from hf_cce.diagnostics.machine import Progress
+from hf_cce.dispatch import EXPERIMENTAL, why_no_triton
 
 # Only the kernels have a gradient filter.
 CONFIGS = {
@@ -197,24 +197,6 @@ def compare(
             }
 
 
-def runnable(device: torch.device, dtype_name: str) -> tuple[list[str], list[str]]:
-    """Return the names of the ``CONFIGS`` that run on ``device`` in this dtype, and the reasons why others do not."""
-    dtype = getattr(torch, dtype_name)
-    found, notes = [], []
-    probe = make_inputs(Problem(4, 16, 32), PLAIN, dtype, device)
-    for name, config in CONFIGS.items():
-        interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if config.implementation == "triton" and interpreted and dtype == torch.bfloat16:
-            notes.append("triton in bfloat16: Triton's interpreter truncates, but a GPU rounds")
-            continue
-        try:
-            with_hf_cce(probe, PLAIN, config)
-            found.append(name)
-        except (RuntimeError, ImportError) as error:
-            notes.append(f"{config.implementation}: {first_line(error)}")
-    return found, notes
-
-
 def default_problem(device: torch.device) -> Problem:
     """Return a small problem for a CPU, and for a GPU one large enough for the gradient filter; odd sizes give partial tiles."""
     return Problem(2500, 2048, 32_003) if device.type == "cuda" else Problem(150, 72, 2003)
@@ -239,8 +221,12 @@ def gradcheck(
     notes: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        names, why_not = runnable(device, dtype)
-        notes |= dict.fromkeys(why_not)
+        why = why_no_triton(device, getattr(torch, dtype), EXPERIMENTAL)
+        if why is None and device.type == "cpu" and dtype == "bfloat16":
+            why = "Triton's interpreter truncates to bfloat16, but a GPU rounds"
+        names = [name for name, config in CONFIGS.items() if config.implementation == "portable" or why is None]
+        if len(names) < len(CONFIGS):
+            notes[f"triton: {why}"] = None
         for case in (cases or CASES) if names else ():
             progress(f"{dtype}, {case.name}")
             rows += compare(problem, case, dtype, device, names)

@@ -81,7 +81,7 @@ def test_interpreted_kernels_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     computed = list(dict.fromkeys(row["computed_by"] for row in report["rows"]))
     triton = ["float32, triton, filter auto", "float32, triton, no filter"]
     assert computed == ["float32, portable", *triton, "bfloat16, portable"] and report["ok"]
-    assert report["notes"] == ["triton in bfloat16: Triton's interpreter truncates, but a GPU rounds"]
+    assert report["notes"] == ["triton: Triton's interpreter truncates to bfloat16, but a GPU rounds"]
 
 
 def test_chunked_reference_matches_whole(monkeypatch: pytest.MonkeyPatch) -> None:
