@@ -58,7 +58,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     else:
         base = causal_lm(model)
         _refuse(type(base), why_refuse(base) or why_other(base))
-        patch(base, config, model)
+        patch(base, config, model)  # type: ignore[arg-type]
     return model
 
 

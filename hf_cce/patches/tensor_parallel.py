@@ -20,10 +20,8 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
     """Return why ``head`` cannot defer its product under the tensor parallelism that is applied to it, or None."""
     for module in head.modules():
         own = module.__dict__
-        forwards = (
-            own.get("forward"),
-            own.get("_old_forward"),
-        )  # accelerate's hooks keep there the forward that they wrap
+        # accelerate's hooks keep the forward that they wrap as ``_old_forward``
+        forwards = own.get("forward"), own.get("_old_forward")
         replaced = _TP_FORWARD_QUALNAME in (getattr(forward, "__qualname__", None) for forward in forwards)
         planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
         if compiling:  # Dynamo does not see the function's name, but it sees this attribute of Transformers

@@ -328,9 +328,8 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
         reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or None, BY_ROUNDING=by_rounding,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
-    block = max(
-        2048, triton.next_power_of_2(rows * cols // 128)
-    )  # each program of _choose_tiles_kernel reads all histograms
+    # Each program of _choose_tiles_kernel reads all histograms
+    block = max(2048, triton.next_power_of_2(rows * cols // 128))
     counts = torch.empty((ceil_div(rows * cols, block), BINS.value), dtype=torch.int32, device=device)
     _count_kernel[(len(counts),)](energy, counts, rows * cols, BLOCK=block, num_warps=4)
     return energy, reference_sums, counts
