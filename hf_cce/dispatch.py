@@ -151,7 +151,9 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     if not 0 < logits <= FULL_LOGITS_MAX_FALLBACK or p.device.type != "cuda" or spec.implementation == "triton":
         return False
     odd = p.vocab_size % 2 and p.dtype not in FULL_PRECISION and p.work > FULL_LOGITS_MAX_WORK_ODD
-    falls_back = _falls_back(p, spec)
+    falls_back = spec.implementation == "portable" or p.dtype in FULL_PRECISION
+    if not falls_back and torch.cuda.is_initialized():  # an absent GPU stands for one that runs the kernels
+        falls_back = choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
     most = FULL_LOGITS_MAX_FALLBACK if falls_back and p.dtype != torch.bfloat16 else FULL_LOGITS_MAX
     if odd or logits > most or p.dtype == torch.float64:
         return False
@@ -159,13 +161,6 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
         return True
     # The weight's gradient is computed last and reuses memory of the logits.
     return BYTES_PER_LOGIT * logits - _head_gradient_bytes(p, spec) <= spec.memory_budget
-
-
-def _falls_back(p: Problem, spec: LossSpec) -> bool:
-    """Return True if the PyTorch fallback replaces full logits. An absent GPU stands for one that runs the kernels."""
-    if spec.implementation == "portable" or p.dtype in FULL_PRECISION:
-        return True
-    return torch.cuda.is_initialized() and choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
 
 
 def _head_gradient_bytes(p: Problem, spec: LossSpec) -> int:

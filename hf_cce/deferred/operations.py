@@ -141,19 +141,15 @@ def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dt
         elif not isinstance(arg, bool):
             targets.append(arg)
     targets = [target for target in targets if target is not None]
-    if rest or len(args) > 2 or not all(_floating_or_device(target) for target in targets):
+    dtypes = [target for target in targets if isinstance(target, torch.dtype)]
+    devices = [target for target in targets if isinstance(target, (torch.device, str, int))]
+    known = len(dtypes) + len(devices) == len(targets) and all(dtype.is_floating_point for dtype in dtypes)
+    if rest or len(args) > 2 or not known:
         return None
-    return [target if isinstance(target, torch.dtype) else _full_device(target) for target in targets]
-
-
-def _floating_or_device(target: Any) -> bool:
-    return target.is_floating_point if isinstance(target, torch.dtype) else isinstance(target, (torch.device, str, int))
-
-
-def _full_device(target: torch.device | str | int) -> torch.device:
-    """Return a device with its index, as tensors have it: ``"cuda"`` is the current GPU."""
-    device = torch.device(target)
-    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+    return [
+        *dtypes,
+        *(torch.empty(0, device=device).device for device in devices),
+    ]  # with its index, as tensors have it
 
 
 def is_number(value: Any) -> bool:
