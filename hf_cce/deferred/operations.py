@@ -146,10 +146,7 @@ def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dt
     known = len(dtypes) + len(devices) == len(targets) and all(dtype.is_floating_point for dtype in dtypes)
     if rest or len(args) > 2 or not known:
         return None
-    return [
-        *dtypes,
-        *(torch.empty(0, device=device).device for device in devices),
-    ]  # with its index, as tensors have it
+    return [*dtypes, *(torch.empty(0, device=each).device for each in devices)]  # with an index, as those of tensors
 
 
 def is_number(value: Any) -> bool:
