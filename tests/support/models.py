@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from numerics import assert_accurate, is_accurate
+from tiny_config import VOCAB_SIZE, tiny_config
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,38 +24,24 @@ from hf_cce.deferred.lazy_tensor import LazyGrad, LazyTensor
 from hf_cce.head_checks import find_head
 from hf_cce.patches.causal_lm import patch_of
 
-VOCAB_SIZE, HIDDEN, BATCH, LENGTH = 99, 32, 2, 24  # 48 tokens > HIDDEN: the logits are larger than [V, D]
+BATCH, LENGTH = 2, 24  # 48 tokens, more than hidden sizes: the logits are larger than [V, D]
 LossOf = Callable[[Any, Any], Tensor]  # returns a model's loss for a batch
-_COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}  # than tiny_config
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to build one family; ``options`` extend the common sizes, ``drop`` removes some of them."""
+    """A class of Transformers and options for tiny_config."""
 
     model: str
-    config: str
     options: dict[str, Any] = field(default_factory=dict)
-    drop: tuple[str, ...] = ()
 
     def build(self, **options: Any) -> Any:
         """Return the model in fp32 training mode, built from a fixed seed."""
-        sizes = {key: value for key, value in _COMMON.items() if key not in self.drop}
-        config = getattr(transformers, self.config)(**{**sizes, **self.options, **options})
+        cls = getattr(transformers, self.model)
+        config = tiny_config(cls.config_class, {**_SMALLER, **self.options, **options})
         torch.manual_seed(0)
-        return randomise(getattr(transformers, self.model)(config)).train()
+        return randomise(cls(config)).train()
 
 
 def head_of(model: Any) -> Any:
@@ -74,44 +61,18 @@ def randomise(model: Any) -> Any:
     return model
 
 
-_LLAMA = ("LlamaForCausalLM", "LlamaConfig")
-_BART = {"d_model": HIDDEN, "dropout": 0.0, "is_decoder": True, "is_encoder_decoder": False} | {
-    f"{part}_{name}": value
-    for part in ("encoder", "decoder")
-    for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 40))
-}
 # Families that differ between head and loss; test_all_classes.py covers every other class.
-FAMILIES: dict[str, Family] = {
-    "llama": Family(*_LLAMA, {"tie_word_embeddings": False}),
-    "llama_tied": Family(*_LLAMA, {"tie_word_embeddings": True}),
-    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", {"head_dim": 16, "final_logit_softcapping": 5.0}),
-    "granite": Family("GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 3.0}),
-    "phi": Family("PhiForCausalLM", "PhiConfig", {"tie_word_embeddings": False}),  # has a bias
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"n_embd": HIDDEN, "n_layer": 1, "n_head": 2, "n_positions": 64}
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
-        drop=(*_SIZES, "max_position_embeddings"),
-    ),
-    "bert": Family(
-        "BertLMHeadModel",
-        "BertConfig",
-        {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        drop=("num_key_value_heads",),
-    ),
-    "bart": Family("BartForCausalLM", "BartConfig", _BART, drop=_SIZES),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2, "num_local_experts": 4},
-    ),
-    "bamba": Family(
-        "BambaForCausalLM",
-        "BambaConfig",
-        {"z_loss_coefficient": 0.1, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
-        | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
-    ),
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    "llama_tied": Family("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "gemma2": Family("Gemma2ForCausalLM"),
+    "granite": Family("GraniteForCausalLM"),
+    "phi": Family("PhiForCausalLM", {"tie_word_embeddings": False}),  # has a bias
+    "gpt2": Family("GPT2LMHeadModel"),
+    "bert": Family("BertLMHeadModel", {"is_decoder": True}),
+    "bart": Family("BartForCausalLM", {"num_hidden_layers": ...}),
+    "mixtral": Family("MixtralForCausalLM"),
+    "bamba": Family("BambaForCausalLM", {"num_hidden_layers": 2, "attn_layer_indices": [1]}),
 }
 
 

@@ -29,9 +29,7 @@ _SECTIONED = """
 _THINKERS = ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
 _TEXT_SECTIONS = {"text_config": {"rope_parameters": _SECTIONS}}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_d_head": 16, "mamba_n_groups": 1},
-    "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [3, 4]},
-    "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
     "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "DogeForCausalLM": {"is_moe": True},
@@ -40,9 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {"use_bias": True},  # also for the head
     "FlintForCausalLM": {"mlp_only_layers": [0]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
-    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 1},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"]},
     "HrmTextForCausalLM": {"num_layers_per_stack": None, "num_hidden_layers": 1},
-    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "JambaForCausalLM": {"attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 4, "n_groups": 1},
     "MiMoV2FlashForCausalLM": {"num_attention_heads": 4, "head_dim": 8, "v_head_dim": 8},
