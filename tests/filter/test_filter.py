@@ -54,30 +54,6 @@ def run_plain(
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(
-    ("n", "d", "v", "options"),
-    [
-        (37, 40, 131, PLAIN),
-        (37, 40, 131, SOFT),
-        (37, 40, 131, Options(softcap=5.0, reduction="sum")),
-        (37, 40, 131, Options(z_loss=0.1)),
-        (17, 600, 70, PLAIN),
-        (1, 40, 300, PLAIN),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_exact_if_all_is_kept_with_softcap_scale_and_z_loss(
-    ignored: str, dtype: torch.dtype, n: int, d: int, v: int, options: Options, counts: Counter[str]
-) -> None:
-    """No size is a multiple of a tile size."""
-    inputs, labels = make_inputs(n, d, v, dtype, DEVICE, ignored=ignored)
-    check_strategy("filtered", inputs, labels, options, dtype, ignored)
-    assert counts == {"filtered": 1, "filtered gradients": 1}
-
-
-@in_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
 def test_a_bias_without_gradient_and_frozen_inputs(
