@@ -135,12 +135,8 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "class weights, sum": lambda x: flat_loss(x, weight=CLASS_WEIGHTS.to(x.dtype), reduction="sum"),
     "class weights, none": lambda x: flat_loss(x * 0.5, weight=CLASS_WEIGHTS.to(x.dtype), reduction="none"),
     "classes first": lambda x: F.cross_entropy(x.transpose(1, 2), labels().view(B, S)),
-    "classes first, permuted": lambda x: F.cross_entropy(
-        x.permute(0, 2, 1) / 2.0, labels().view(B, S), reduction="none"
-    ),
-    "classes first, nll": lambda x: F.nll_loss(
-        x.transpose(-2, -1).log_softmax(1), labels().view(B, S), reduction="sum"
-    ),
+    "classes first, permuted": lambda x: F.cross_entropy(x.permute(0, 2, 1) / 2.0, labels().view(B, S), reduction="none"),
+    "classes first, nll": lambda x: F.nll_loss(x.transpose(-2, -1).log_softmax(1), labels().view(B, S), reduction="sum"),
     "nll of log_softmax": lambda x: F.nll_loss(F.log_softmax(x.view(-1, V), -1), labels()),
     "nll, class weights": lambda x: nn.NLLLoss(CLASS_WEIGHTS.to(x.dtype))(nn.LogSoftmax(-1)(x.view(-1, V)), labels()),
     "rows of a batch": lambda x: torch.stack([flat_loss(row) for row in x]),
@@ -162,7 +158,7 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "logsumexp": lambda x: x.logsumexp(dim=-1).pow(2).mean(),
     "logsumexp, kept": lambda x: torch.logsumexp(x * 0.5, -1, keepdim=True),
     "loss and z-loss": lambda x: flat_loss(x.float()) + 0.1 * torch.logsumexp(x, dim=-1).square().mean(),
-}
+}  # fmt: skip
 
 
 LOSS_COUNTS = {**{name: 0 for name in FUSED_LOSSES if "logsumexp" in name}, "rows of a batch": B, "split": 2}
@@ -300,12 +296,8 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "softmax over tokens": lambda x: x.softmax(1),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(B, S, V), reduction="sum"),
     "product with a detached tensor": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
-    "product with softmax of detached logits": lambda x: (
-        (x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)
-    ).sum(-1),
-    "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(
-        -1
-    ),
+    "product with softmax of detached logits": lambda x: ((x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
+    "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
     "product with softmax of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,
@@ -381,7 +373,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "mean after a write": lambda x: x.add_(1.0).mean(),
     "a part after a write": lambda x: x.add_(1.0).chunk(2)[0],
     "without gradient after a write": lambda x: x.add_(1.0).detach(),
-}
+}  # fmt: skip
 
 
 FLOAT32_ONLY = {"matmul", "numpy", "array", "array of a dtype", "einsum", "dtype view", "probabilities", "divergence"}
@@ -434,22 +426,17 @@ def test_materialize_matches_forward(name: str, dtype: torch.dtype) -> None:
         assert_accurate(grad, twin, reference, name, dtype)
 
 
-ATTRIBUTES = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout")
+ATTRIBUTES = "shape ndim dtype device requires_grad is_cuda is_leaf layout"
+METHODS = "size dim numel is_floating_point is_contiguous __len__"
 METADATA: list[Callable[[Any], Any]] = [
-    *(operator.attrgetter(name) for name in ATTRIBUTES),
-    *(
-        operator.methodcaller(name)
-        for name in ("size", "dim", "numel", "is_floating_point", "is_contiguous", "__len__")
-    ),
+    *map(operator.attrgetter, ATTRIBUTES.split()),
+    *map(operator.methodcaller, METHODS.split()),
     lambda x: x.size(-1),
     lambda x: hasattr(x, "no_such_thing"),
     lambda x: [x.float().dtype, x.half().dtype, x.double().dtype, x.bfloat16().dtype],
     lambda x: x[:, 2].shape,
-    lambda x: [
-        torch.softmax(x, -1, torch.float64).dtype,
-        x.log_softmax(-1, torch.float64).dtype,
-        F.softmax(x, -1).dtype,
-    ],
+    lambda x: [f(x, -1, torch.float64).dtype for f in (torch.softmax, torch.log_softmax)],
+    lambda x: [x.log_softmax(-1, torch.float64).dtype, F.softmax(x, -1).dtype],
     lambda x: [x.contiguous() is x, x.float() is x, x.to(x.device) is x],
     lambda x: bool({x: 1}),
     lambda x: torch.is_tensor(x),
@@ -523,13 +510,9 @@ def test_reading_after_head_changed_raises(changed: int) -> None:
     with torch.no_grad():
         inputs[changed].add_(1.0)
     for read in (
-        lambda: logits.materialize(),
-        lambda: logits.argmax(-1),
-        lambda: part.argmax(-1),
-        lambda: logits[1],
-        lambda: F.cross_entropy(logits.view(B * S, V), labels()),
-        lambda: logits.logsumexp(-1),
-    ):
+        logits.materialize, lambda: logits.argmax(-1), lambda: part.argmax(-1), lambda: logits[1],
+        lambda: F.cross_entropy(logits.view(B * S, V), labels()), lambda: logits.logsumexp(-1),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match="have changed since"):
             read()
 
@@ -564,13 +547,8 @@ def test_copies_and_pickles_are_tensors() -> None:
     saved = io.BytesIO()
     torch.save({"logits": logits}, saved)
     saved.seek(0)
-    copies = [
-        copy.copy(logits),
-        copy.deepcopy(logits.detach()),
-        pickle.loads(pickle.dumps(logits)),
-        torch.load(saved)["logits"],
-    ]
-    for each in copies:
+    copies = [copy.copy(logits), copy.deepcopy(logits.detach()), pickle.loads(pickle.dumps(logits))]
+    for each in (*copies, torch.load(saved)["logits"]):
         assert type(each) is Tensor and torch.equal(each, logits.materialize())
 
 
