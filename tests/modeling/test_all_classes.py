@@ -18,9 +18,7 @@ import torch
 import transformers
 from models import BATCH, assert_same_training, float64_copy, head_of, logits_made, loss_and_grads, module_state, stats
 from numerics import assert_accurate
-from tiny_config import KNOBS
 from tiny_options import OPTIONS
-from transformers import PreTrainedConfig
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches import refused
@@ -141,41 +139,6 @@ def test_class_tables_are_complete() -> None:
 def test_models_page_is_current() -> None:
     """A class added by a newer Transformers is tested above automatically, and reported here until the table has it."""
     assert classes.stale() == [], "python -m tests.support.classes --write"
-
-
-def _knobs() -> list[tuple[str, str]]:
-    """Return every number between LM head and loss in a class's configuration, nested configurations included."""
-    pairs = []
-    for name in () if tiny.OLDER else TESTED:
-        settings = tiny.config(name)
-        inside = [settings, *(each for each in vars(settings).values() if isinstance(each, PreTrainedConfig))]
-        has = {knob for each in inside for knob in vars(each)}
-        pairs += [(name, knob) for knob, value in KNOBS.items() if type(value) is float and knob in has]
-    return pairs
-
-
-# In the configuration, but not used by the class.
-_IDLE = {
-    ("AyaVisionForConditionalGeneration", "logit_scale"),
-    ("Cohere2VisionForConditionalGeneration", "logit_scale"),
-    ("Gemma3ForConditionalGeneration", "final_logit_softcapping"),
-    ("GraniteSpeechForConditionalGeneration", "logits_scaling"),
-    ("GraniteSpeechPlusForConditionalGeneration", "logits_scaling"),
-    ("Llama4ForCausalLM", "router_aux_loss_coef"),
-    ("Llama4ForConditionalGeneration", "router_aux_loss_coef"),
-    ("MptForCausalLM", "logit_scale"),
-}
-
-
-@pytest.mark.parametrize(("name", "knob"), _knobs())
-def test_config_knobs_change_the_loss(name: str, knob: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softcap, scale, z-loss, router loss: the parity tests above are meaningful only if another value changes the loss."""
-    losses = []
-    for factor in (1.0, 1.7):
-        monkeypatch.setitem(KNOBS, knob, KNOBS[knob] * factor)
-        losses.append(loss_and_grads(apply_cce(tiny.build(name)), tiny.text(name))["loss"])
-    same = bool(abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]))
-    assert same is ((name, knob) in _IDLE), losses
 
 
 @pytest.mark.parametrize("name", tiny.BROKEN)
