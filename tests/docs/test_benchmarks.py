@@ -17,7 +17,6 @@ from benchmarks import (
     alternate,
     curves,
     first,
-    fits,
     installed,
     job,
     largest,
@@ -30,10 +29,8 @@ from benchmarks import (
     tables,
     text,
 )
-from benchmarks.files import whole_file, write_json
 from hf_cce.diagnostics import bench
 from hf_cce.diagnostics.shapes import SHAPES, config_of
-from hf_cce.dispatch import explain_dispatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,19 +99,6 @@ def test_loss_on_trained_and_cached_head(text_file: str, tmp_path: Path) -> None
     assert again["heads"]["V512"] == {**about, "from_cache": True}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "nobody"], "unknown peer 'nobody'"),
-        (["--head", "V7:100"], "--head 'V7:100': expected NAME:TOKENS"),
-        (["--modes", "sideways"], "unknown mode 'sideways'"),
-    ],
-)
-def test_loss_refuses_unknown_names(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert loss.main(["--device", "cpu", *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("peer", ["trl", "torch F.linear_cross_entropy"])
 def test_peer_losses_agree(peer: str) -> None:
     losses, missing = peers.make_peers([peer, "eager"])
@@ -123,17 +107,6 @@ def test_peer_losses_agree(peer: str) -> None:
     hidden, weight, labels = torch.randn(64, 16), torch.randn(300, 16), torch.arange(64)
     found, wanted = (losses[name](hidden, weight, labels) for name in (peer, "eager"))
     assert abs(found - wanted) <= budget(0.0, torch.float32) * wanted
-
-
-def test_peer_with_broken_import_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "quack").mkdir()
-    (tmp_path / "quack" / "linear_cross_entropy.py").write_text("raise TypeError('in no such place')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("quack", "quack.linear_cross_entropy"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    losses, missing = peers.make_peers(["quack", "eager"])
-    sys.modules.pop("quack", None)
-    assert set(losses) == {"eager"} and "TypeError: in no such place" in missing["quack"]
 
 
 def test_steps_in_subprocess(text_file: str, tmp_path: Path) -> None:
@@ -181,8 +154,9 @@ def test_steps_with_recipe(more: list[str], text_file: str, tmp_path: Path, monk
         steps, tmp_path / "a.json", *small(text_file, "--loop", "recipe", "--losses", "hf_cce", "eager", "liger", *more)
     )
     assert "HF_CCE_DISABLE" in report["missing"]["liger"] and report["reference"] == "eager"
-    ours = report["results"]["hf_cce"]
-    assert "'fused': 3" in ours["installed"] and "'HF_CCE_DISABLE': '1'" in report["results"]["eager"]["installed"]
+    ours, full = report["results"]["hf_cce"], report["results"]["eager"]
+    assert "'HF_CCE_DISABLE': '1'" in full["installed"]
+    assert all(count in ours["installed"] for count in ("'fused': 3", "'materialized': 0"))
     assert ours["relative_difference"] <= budget(0.0, torch.float32)
     assert any("recipes/sft.py" in line for line in tables.step_rows([report]))
 
@@ -208,11 +182,6 @@ def test_steps_report_out_of_memory_and_missing_packages(
     assert "out of memory, asked for 18.55 GiB" in tables.step_rows([report])[2]
     assert onestep.out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert not onestep.out_of_memory(RuntimeError("shapes do not match"))
-
-
-def test_steps_timeout_is_a_failure() -> None:
-    one = job.Job("eager", "tiny", 1, 16, 1, 0, "none.npy", 300)
-    assert steps.in_own_process(one, 0.01)["message"] == "took more than 0 s (--timeout)"
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -246,13 +215,6 @@ def test_curves_are_resumed(text_file: str, tmp_path: Path, capsys: pytest.Captu
     learned, tuned = (runs[curves.Job(setting, "eager", 0)]["losses"] for setting in (curves.RANDOM, curves.TRAINED))
     assert learned[0] > np.log(512) > learned[-1] and tuned[0] < learned[0]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # Without the checkpoint, the runs that started from it are repeated.
-    checkpoint = next(text.cache_folder().glob("curves-*.safetensors"))
-    checkpoint.unlink()
-    assert curves.missing_jobs(report, [*runs], checkpoint) == []
-    del report["runs"][-1]
-    again = curves.missing_jobs(report, [*runs], checkpoint)
-    assert again == [each for each in runs if each.setting == curves.TRAINED or each == (curves.RANDOM, "eager", 0)]
 
 
 def test_curves_verdict() -> None:
@@ -269,15 +231,6 @@ def test_curves_verdict() -> None:
     assert lines[4].endswith("| held-out text | 3.2000 | +0.2000 | +0.2000 | 0.1000 | no |")
 
 
-def test_gpu_preset_uses_large_model_and_filter() -> None:
-    setup = curves.PRESETS["gpu"]
-    with torch.device("meta"):
-        model = curves.model_of(setup)
-    assert sum(parameter.numel() for parameter in model.parameters()) >= 100_000_000 and setup.steps >= 2000
-    tokens = setup.batch * setup.sequence
-    assert explain_dispatch(tokens, setup.dim, setup.vocab, torch.bfloat16, "cuda").strategy == "filtered"
-
-
 def test_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     sizes = ["--shape", "16", "64", "128", "--device", "cpu", "--times", "1", "--peers", "hf_cce"]
@@ -287,12 +240,6 @@ def test_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.first_rows(report)[2].startswith("| **hf_cce** |")
     step = first.first_step("hf_cce", (16, 64, 128), torch.device("cpu"))
     assert min(step.values()) > 0 and {"first_s", "second_s", "install_s"} == set(step)
-
-
-def test_fits_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        fits.main(["--device", "cpu"])
-    assert "memory is measured on a CUDA device only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("start", "slope", "limit"), [(2.0, 1.5, 23.0), (2.0, 1.5, 1.0), (0.1, 0.01, 79.0)])
@@ -374,19 +321,3 @@ def test_never_slower() -> None:
     drawn = never_slower.draw("cuda", 120, 0)
     assert drawn == never_slower.draw("cuda", 120, 0) and len(set(drawn)) == 120
     assert {case.dtype for case in drawn} == set(never_slower.DTYPES)
-
-
-def test_output_files_are_written_atomically(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:  # noqa: PT012
-        temporary.write_text("ne")
-        raise KeyboardInterrupt
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and path.read_text() == "old"
-
-
-def test_json_keeps_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
-    value = {"a": [1.5, -2e-09, 3], "b": {"c": ["x, y", "[ ]"], "d": []}, "e": [[1, 2], [3]], "f": None, "g": "ü"}
-    write_json(tmp_path / "a.json", value)
-    written = (tmp_path / "a.json").read_text("utf-8")
-    assert json.loads(written) == value and "[ 1.5, -2e-09, 3 ]" in written
