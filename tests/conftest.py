@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -73,6 +74,14 @@ def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_cce.deferred import handlers
 
     monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+
+
+@pytest.fixture
+def forced(strategy: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Force the ``strategy`` of a test on inputs of any size; return the count of each strategy."""
+    from forced_strategies import force_strategy
+
+    return force_strategy(monkeypatch, strategy)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
 from numerics import assert_accurate, relative_error
 from torch import Tensor
 
-from hf_cce import CCEConfig, FilterState, dispatch, linear_cross_entropy
+from hf_cce import CCEConfig, FilterState, linear_cross_entropy
 from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
@@ -76,27 +76,11 @@ def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_results_repeat_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = force_strategy(monkeypatch, strategy)
-    hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
-    runs = []
-    for _ in range(2):
-        leaves, state, found = leaves_of(hidden, weight), FilterState(), []
-        for _ in range(4):  # the threshold moves by the second step
-            loss = linear_cross_entropy(*leaves, labels, config=make_config(strategy), filter_state=state)
-            found += [loss.detach(), *torch.autograd.grad(loss, leaves)]
-        runs.append((found, state.stats()))
-    assert counts[strategy] == 8
-    assert all(torch.equal(a, b) for a, b in zip(*(found for found, _ in runs), strict=True))
-    assert runs[0][1] == runs[1][1]
-    if strategy == "filtered":
-        assert 0 < runs[0][1]["kept"] < 1
-
-
-@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_two_streams_match_one_stream_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_streams_match_one_stream_bit_for_bit(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, forced: Counter[str]
+) -> None:
     """Two heads run concurrently, each on its own stream. Then both switch streams at every step, with waits."""
-    counts, here = force_strategy(monkeypatch, strategy), torch.cuda.current_stream()
+    here = torch.cuda.current_stream()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     batches = [trained_like_inputs(*SHAPE, torch.bfloat16, "cuda", seed=seed) for seed in (0, 1)]
     sides = torch.cuda.Stream(), torch.cuda.Stream()
@@ -121,7 +105,7 @@ def test_two_streams_match_one_stream_bit_for_bit(strategy: str, monkeypatch: py
     for choose in (lambda number, step: sides[number], lambda number, step: sides[(number + step) % 2]):
         found, stream_stats = run(choose)
         assert stream_stats == stats and all(map(torch.equal, found, alone))
-    assert counts[strategy] == 24
+    assert forced[strategy] == 24
     if strategy == "filtered":
         assert all(0 < each["kept"] < 1 for each in stats)
 
@@ -158,9 +142,8 @@ def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
-def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_replays_a_step(strategy: str, forced: Counter[str]) -> None:
     """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
-    counts = force_strategy(monkeypatch, strategy)
     hidden, weight, labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda")
     leaves, state, config = leaves_of(hidden, weight), FilterState(), make_config(strategy)
     side = torch.cuda.Stream()
@@ -170,12 +153,12 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
             gradients(leaves, labels, config, state)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    before = counts[strategy]
+    before = forced[strategy]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = linear_cross_entropy(*leaves, labels, config=config, filter_state=state)
         found = torch.autograd.grad(loss, leaves)
-    assert counts[strategy] == before + 1
+    assert forced[strategy] == before + 1
     graph.replay()
     fresh = FilterState()
     if strategy == "filtered":
@@ -200,16 +183,14 @@ def test_a_cuda_graph_replays_a_step(strategy: str, monkeypatch: pytest.MonkeyPa
         assert_accurate(a, t, e, f"{name} after new inputs")
 
 
+OPTIONS = [*product(("auto", None), (64, 96, 256), (False, True))]  # gradient_filter, MiB, frozen
+
+
 @pytest.mark.parametrize(
     ("d", "v", "gradient_filter", "budget", "frozen", "strategy"),
     [
-        *(
-            (d, v, *row, None)
-            for d, v in ((1024, 49152), (768, 128256))
-            for row in product(("auto", None), (64, 96, 256), (False, True))
-        ),
-        (1024, 50257, None, 256, False, "exp_cache"),
-        (1024, 50257, None, 320, False, "exp_cache"),
+        *((*sizes, *row, None) for sizes in ((1024, 49152), (768, 128256)) for row in OPTIONS),
+        *((1024, 50257, None, mib, False, "exp_cache") for mib in (256, 320)),
         (1024, 50257, None, 1280, False, "exp_products"),
         (1024, 110001, None, 1280, False, "token_groups"),
     ],
@@ -315,15 +296,3 @@ def test_few_tokens_with_the_default_config(n: int, dtype: torch.dtype, monkeypa
         for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2, reduction="sum"), Options(label_smoothing=0.1)):
             inputs = (hidden, weight, torch.randn(v, device="cuda").to(dtype) if options.z_loss else None)
             check_against_plain(fused_loss(), inputs, labels, options, dtype, f"{n}×{v} {options}")
-
-
-def test_the_size_limit_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, (n, v) = count_strategies(monkeypatch), (100, 997)
-    hidden, weight, labels = trained_like_inputs(n, 64, v, torch.bfloat16, "cuda")
-    leaves = leaves_of(hidden, weight)
-    gradients(leaves, labels, CCEConfig())
-    assert not counts
-    monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", n * v - 1)
-    gradients(leaves, labels, CCEConfig())
-    gradients(leaves, labels, CCEConfig("triton"))
-    assert counts["materialized"] == counts["materialized gradients"] == 2

@@ -94,10 +94,6 @@ def test_commands_integrations_and_recipes_use_public_names_only() -> None:
             assert path not in recipes or not module.startswith("hf_cce."), path
 
 
-def test_modules_have_docstrings() -> None:
-    assert [path for path in MODULES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
-
-
 def test_patches_copy_no_forward() -> None:
     for path in (ROOT / "hf_cce" / "patches").glob("*.py"):
         assert not re.search(r"def forward\(\s*self,\s*input_ids", path.read_text("utf-8")), path
@@ -150,15 +146,3 @@ assert weight.grad.abs().sum() > 0
 print(float(loss))
 """
     assert float(python(code)) > 0
-
-
-def test_kernels_allocate_with_an_explicit_dtype() -> None:
-    """torch.set_default_dtype belongs to the user: a buffer without an explicit dtype could mismatch the kernels."""
-    makers = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
-    found, seen = [], 0
-    for path in sorted((ROOT / "hf_cce" / "kernels").glob("*.py")):
-        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in makers:
-                seen += 1
-                found += [f"{path.name}:{call.lineno}"] * ("dtype" not in {given.arg for given in call.keywords})
-    assert seen and found == []

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import python
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from losses import (
     EVERYTHING,
     OPTIONS,
     PLAIN,
     SMALL_BUDGET,
-    Inputs,
     Options,
     check_against_plain,
     full_logits,
@@ -34,6 +33,7 @@ from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 # Every N, D and V that the project promises, though not every combination.
 SHAPES = [(1, 64, 151936), (7, 1000, 128256), (128, 576, 50257), (1000, 64, 49152), (7, 2304, 32000), (1000, 1000, 99)]
+SHAPES += [(40, 1, 99)]
 
 
 @pytest.mark.parametrize(
@@ -60,43 +60,21 @@ def test_options(options: Options, ignored: str, dtype: torch.dtype, config: CCE
     check_against_plain(fused_loss(config), inputs, labels, options, dtype, f"{options} {ignored}")
 
 
-def cancellation(inputs: Inputs, labels: torch.Tensor, options: Options) -> float:
-    """Return how much larger the terms of a gradient are than their sum. Rounding errors are amplified by this factor."""
-    hidden, weight, bias = inputs
-    z = (hidden @ weight.t()).requires_grad_()
-    loss = plain_loss(z, torch.eye(len(weight), dtype=z.dtype), bias, labels, options)
-    upstream = torch.linspace(0.5, 1.0, loss.numel(), dtype=loss.dtype).view(loss.shape)  # as in loss_and_gradients
-    g = torch.autograd.grad((loss * upstream).sum(), z)[0]
-    largest = 1.0
-    for a, b in ((g, weight), (g.t(), hidden), (g.t(), torch.ones(len(hidden), 1, dtype=z.dtype))):
-        terms, total = (a.abs() @ b.abs()).norm(), (a @ b).norm()
-        largest = max(largest, float(terms / total) if terms > 0 else 1.0)
-    return largest
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(0, 40),
-    d=st.integers(1, 40),
-    v=st.integers(2, 80),  # with one entry every gradient is zero and has no relative error
+    # A gradient of fewer terms may be a difference of nearly equal numbers; test_real_sizes and test_property.py have such sizes.
+    d=st.integers(2, 40),
+    v=st.integers(3, 80),
     options=st.builds(
-        Options,
-        st.sampled_from([1.0, 0.3]),
-        st.sampled_from([None, 3.0]),
-        st.booleans(),
-        st.sampled_from([0.0, 0.2]),
-        st.sampled_from([0.0, 0.05]),
-        st.sampled_from(["mean", "sum", "none"]),
+        Options, st.sampled_from([1.0, 0.3]), st.sampled_from([None, 3.0]), st.booleans(), st.sampled_from([0.0, 0.2]),
+        st.sampled_from([0.0, 0.05]), st.sampled_from(["mean", "sum", "none"]),
     ),
     ignored=st.sampled_from(["none", "some", "all"]),
-)
+)  # fmt: skip
 def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> None:
     # Flat logits: if all p are near 1, p − 1 is mostly rounding error in any implementation.
     inputs, labels = make_inputs(n, d, v, torch.float64, bias=options.bias, ignored=ignored, logit_std=0.3)
-    # With so few terms a gradient may be the difference of nearly equal numbers, and p may nearly equal the smoothed target.
-    # float64 is both baseline and reference here, so there is nothing more accurate to compare with.
-    few = d == 1 or v == 2
-    assume(not few or (not options.label_smoothing and cancellation(inputs, labels, options) <= 8))
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
 
 
@@ -163,18 +141,6 @@ def test_divisors(implementation: str, device: str) -> None:
     assert linear_cross_entropy(hidden, weight, labels, num_items_in_batch=none_counts, config=config) == 0
 
 
-def test_micro_batches_equal_the_full_batch() -> None:
-    (hidden, weight, _), labels = make_inputs(90, 32, 99, torch.float64)
-    items = int((labels != -100).sum())
-    full = [x.clone().requires_grad_() for x in (hidden, weight)]
-    linear_cross_entropy(*full, labels).backward()
-    parts = [x.clone().requires_grad_() for x in (hidden, weight)]
-    for rows in (slice(0, 7), slice(7, 50), slice(50, 90)):  # unequal lengths and label counts
-        linear_cross_entropy(parts[0][rows], parts[1], labels[rows], num_items_in_batch=items).backward()
-    for one, other in zip(full, parts, strict=True):
-        assert_accurate(other.grad, one.grad, one.grad, "gradient")
-
-
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, device: str) -> None:
@@ -194,6 +160,7 @@ def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, de
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) -> None:
+    """There is no second derivative."""
     inputs, labels = make_inputs(50, 16, 99, torch.float64)
     hidden, weight = (x.requires_grad_() for x in inputs[:2])
     options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1}
@@ -205,14 +172,9 @@ def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) 
     loss.backward()
     for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
         assert_accurate(other, one, one, name)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_double_backward_is_refused(reduction: str) -> None:
-    (hidden, weight, _), labels = make_inputs(9, 8, 11, torch.float64)
-    hidden.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
-    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, **options).sum(), hidden, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.square().sum().backward()
 

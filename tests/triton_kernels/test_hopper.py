@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from forced_strategies import STRATEGIES, applies, check_strategy, force_strategy, forward_counter
+from forced_strategies import STRATEGIES, applies, check_strategy, forward_counter
 from losses import PLAIN, Options, make_inputs
 from numerics import assert_accurate
 from torch import Tensor
@@ -121,7 +122,7 @@ def test_no_log_probability_exceeds_zero(d: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_with_and_without_the_hopper_kernels(
-    strategy: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch
+    strategy: str, dtype: torch.dtype, special: bool, monkeypatch: pytest.MonkeyPatch, forced: Counter[str]
 ) -> None:
     """The Hopper kernels are disabled for Triton versions they have not been tested with."""
     launched: list[int] = []
@@ -132,7 +133,6 @@ def test_losses_with_and_without_the_hopper_kernels(
 
         launch = hopper.launch
         monkeypatch.setattr(hopper, "launch", lambda *args, **of: launched.append(1) or launch(*args, **of))
-    force_strategy(monkeypatch, strategy)
     for n, d, v in ((1000, 576, 32001), (128, 1000, 50257), (2304, 3072, 4099)):
         inputs, labels = make_inputs(n, d, v, dtype, "cuda")
         labels[128:384] = IGNORE  # whole blocks

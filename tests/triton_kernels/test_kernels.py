@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -60,31 +61,28 @@ FROZEN = (Options(frozen=True), replace(NO_BIAS, frozen=True))
 )
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 64, 99), (40, 72, 131), (70, 600, 34)])
 def test_loss_and_gradients(
-    n: int, d: int, v: int, options: Options, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    n: int, d: int, v: int, options: Options, strategy: str, dtype: torch.dtype, forced: Counter[str]
 ) -> None:
     if not applies(strategy, options, dtype):
         return
-    counts = force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(n, d, v, dtype, DEVICE, bias=options.bias)
     check_strategy(strategy, inputs, labels, options, dtype, f"{n}×{d}×{v}")
     if options.reduction != "none":
-        assert counts == {forward_counter(strategy): 1, backward_counter(strategy): 1}
+        assert forced == {forward_counter(strategy): 1, backward_counter(strategy): 1}
 
 
 @pytest.mark.parametrize("strategy", ["materialized", "exp_cache", "filtered", "exact"])
 @pytest.mark.parametrize("softcap", [30.0, 1e4])
-def test_a_softcap_far_above_the_logits(softcap: float, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcap_far_above_the_logits(softcap: float, strategy: str, forced: Counter[str]) -> None:
     """The softcap has almost no effect: tanh of small numbers must not suffer from cancellation."""
-    force_strategy(monkeypatch, strategy)
     options = Options(softcap=softcap)
     inputs, labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
     check_strategy(strategy, inputs, labels, options, torch.float32)
 
 
 @pytest.mark.parametrize("strategy", ["materialized", "exact"])
-def test_a_vocabulary_of_several_blocks_of_columns(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_of_several_blocks_of_columns(strategy: str, forced: Counter[str]) -> None:
     """Each block may contain a larger logit than the blocks before it, so running sums must be rescaled."""
-    force_strategy(monkeypatch, strategy)
     inputs, labels = make_inputs(3, 16, 9000, torch.float32, DEVICE)
     inputs[1][-1] = 4.0 * inputs[0][0]  # by far the largest of the first token
     check_strategy(strategy, inputs, labels, PLAIN, torch.float32)
@@ -153,8 +151,7 @@ def test_results_repeat_bit_for_bit() -> None:
 @pytest.mark.skipif(CUDA, reason="on a GPU it is a device-side assertion, tested below")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("bad", [99, -1])
-def test_out_of_range_labels_raise(bad: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_strategy(monkeypatch, strategy)
+def test_out_of_range_labels_raise(bad: int, strategy: str, forced: Counter[str]) -> None:
     (hidden, weight, _), labels = make_inputs(
         40, 64, 99, torch.float16 if strategy == "materialized16" else torch.float32
     )
@@ -187,13 +184,12 @@ def test_real_sizes_on_the_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["exp_cache", "exact", "filtered"])
-def test_more_than_4_billion_logits(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_4_billion_logits(strategy: str, forced: Counter[str]) -> None:
     """A few tokens repeated many times: loss and weight gradient equal those of full logits of these tokens."""
     inputs, labels = make_inputs(64, 64, 131_104, torch.bfloat16, "cuda")
     copies = 513
     many = (inputs[0].repeat(copies, 1), inputs[1], None)
     assert len(many[0]) * len(inputs[1]) > 1 << 32
-    force_strategy(monkeypatch, strategy)
     actual = loss_and_gradients(fused_loss(config_for(strategy)), many, labels.repeat(copies), PLAIN, torch.bfloat16)
     actual["hidden"] = copies * actual["hidden"][-64:].float()
     exact, baseline = (
