@@ -126,6 +126,25 @@ def test_float16_with_a_low_temperature(loop: str, fp32_out: bool, monkeypatch: 
         check_against_plain(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, options, torch.float16, loop)
 
 
+def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
+    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32)
+    head = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([head], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    steps = 0
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = linear_cross_entropy(hidden, head, labels)
+        scaler.scale(loss).backward()
+        before, scale = head.detach().clone(), scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(head, before) == (scaler.get_scale() < scale) and head.isfinite().all()
+        steps += scaler.get_scale() == scale
+    assert 0 < steps < 40 and loss < linear_cross_entropy(hidden, weight, labels)
+
+
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 def test_nan_in_ignored_tokens_affects_no_gradient(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     force_loop(monkeypatch, loop, True)
