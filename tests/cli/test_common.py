@@ -18,14 +18,9 @@ from hf_cce.patches.refused import REFUSED
 ROOT = Path(__file__).parents[2]
 SIZES = ["--tokens", "16", "--hidden-size", "8", "--vocab-size", "40"]
 QUICK = {
-    "gradcheck": ["--dtype", "float32", "--device", "cpu"],
-    "check": ["llama"],
-    "bench": ["--device", "cpu", *SIZES],
-    "models": [],
-    "estimate": ["tiny"],
-    "doctor": [],
-    "demo": [],
-}
+    "gradcheck": ["--dtype", "float32", "--device", "cpu"], "check": ["llama"], "bench": ["--device", "cpu", *SIZES],
+    "models": [], "estimate": ["tiny"], "doctor": [], "demo": [],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from command import Result, hf_cce
 from numerics import budget
 
 from hf_cce.diagnostics import demo, machine
-from hf_cce.diagnostics.shapes import SHAPES, smollm2_like
 
 SIZES = "--vocab-size 512 --hidden-size 64 --layers 1 --max-steps 3 --batch-size 2 --seq-length 32 --device cpu"
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be restarted under Linux only")
@@ -73,10 +72,6 @@ def test_float16_training_with_loss_scale() -> None:
     assert abs(plain[0] - exact[0]) <= exact[0] * 16 * budget(0.0, torch.float16)
     for step, (a, b) in enumerate(zip(plain, fused, strict=True)):
         assert abs(a - b) <= a * 16 * budget(0.0, torch.float16) * 2**step, step
-
-
-def test_default_model_has_smollm2_shape() -> None:
-    assert smollm2_like(49_152, 576, 30) == SHAPES["smollm2-135m"]
 
 
 @ON_LINUX

@@ -150,12 +150,8 @@ def test_argmax_metrics_need_no_logits(tmp_path: Path) -> None:
     """Trainer with ``preprocess_logits_for_metrics`` computes the logits of a few tokens at a time."""
     found = []
     for callbacks in ([], [CCECallback()]):
-        trainer = build(
-            tmp_path,
-            *callbacks,
-            **TWO_ROWS,
-            compute_metrics=lambda x: {"right": float((x.predictions[:, :-1] == x.label_ids[:, 1:]).mean())},
-        )
+        right = lambda x: {"right": float((x.predictions[:, :-1] == x.label_ids[:, 1:]).mean())}  # noqa: E731
+        trainer = build(tmp_path, *callbacks, **TWO_ROWS, compute_metrics=right)
         trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         with logits_made(tokens=TOKENS) as made:
             metrics = trainer.evaluate()

@@ -1,9 +1,7 @@
 """PEFT versions that call a model's forward without its hooks, imported only after ``apply_cce`` or not at all by the script.
 
-Two tuners do so in every version; LoRA only in old ones. If PEFT 0.18 to 0.20 is installed (`make test-oldest`), the test
-processes import it. With a newer one they import a copy with one line restored: ``return self.model.forward(*args, **kwargs)``
-in ``BaseTuner.forward`` of ``tuners_utils.py``, which is line 308 of PEFT 0.18.0, 311 of 0.18.1, 330 of 0.19.0 and 0.19.1, and
-333 of 0.20.0.
+Two tuners do so in every version; LoRA only in PEFT 0.18 to 0.20. If one of those is installed (`make test-oldest`), the test
+processes import it. With a newer one they import a copy with one line of ``BaseTuner.forward`` restored.
 """
 
 from __future__ import annotations

@@ -256,10 +256,9 @@ HEAD_HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "a function that replaces the head's forward",
     ),
     "checkpoint": (
-        in_place_of_forward(lambda forward: lambda x: checkpoint(forward, x, use_reentrant=True)),
-        "without gradients",
+        in_place_of_forward(lambda forward: lambda x: checkpoint(forward, x, use_reentrant=True)), "without gradients",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hook_kind", HEAD_HOOKS)

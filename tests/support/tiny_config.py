@@ -123,10 +123,7 @@ _PER_LAYER = re.compile(
 def tiny_config(config_class: Any, options: Mapping[str, Any] | None = None) -> Any:
     """Return a configuration of ``config_class`` for a model of about ten thousand parameters.
 
-    Args:
-        config_class: a Transformers configuration class with a default for everything.
-        options: values that take precedence. A mapping applies to the nested configuration of that name; ``...`` keeps
-            the attribute's default.
+    ``options`` take precedence. A mapping applies to the nested configuration of that name; ``...`` keeps a default.
     """
     special_ids = itertools.cycle(range(TEXT_VOCAB_SIZE, VOCAB_SIZE))
     return _shrink(config_class, config_class(), dict(options or {}), special_ids)

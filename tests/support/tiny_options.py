@@ -14,13 +14,8 @@ _HALF_SECTIONS = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1,
 _PICTURE_WORDS = {"<image>": 97, **{f"IMGIMG{letter}Z": 85 + i for i, letter in enumerate("ABCDEFGH")}}
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "resolution": 16, "num_embeddings": 8}
 _SLIDING_SECTIONS = {"full_attention": _SECTIONS, "sliding_attention": _SECTIONS}
-_INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-}
+_INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 8, "compress_ratio": 2}
+_INDEXER = {f"indexer_{name}": size for name, size in _INDEXER.items()}
 _ZAMBA = {"attention_head_dim": 32, "attention_hidden_size": 64}  # twice the hidden size
 _SECTIONED = """
     Glm46VForConditionalGeneration Glm4vForConditionalGeneration GlmOcrForConditionalGeneration

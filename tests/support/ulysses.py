@@ -44,16 +44,12 @@ def step(accelerator: Any, engine: Any, part: dict[str, Tensor], ways: Any) -> d
 def main(path: Path, stage: int) -> None:
     torch.set_num_threads(1)
     skip_shared_memory_extension()
-    ways = ParallelismConfig(
-        sp_backend="deepspeed",
-        sp_size=2,
-        sp_handler=DeepSpeedSequenceParallelConfig(
-            sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
-        ),
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
     )
-    config = {
-        "zero_optimization": {"stage": stage, **FREE_AT_ONCE},
-        "gradient_clipping": 0.0,
+    ways = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    config = {"zero_optimization": {"stage": stage, **FREE_AT_ONCE}, "gradient_clipping": 0.0}
+    config |= {
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -75,9 +71,8 @@ def main(path: Path, stage: int) -> None:
     twin = step(accelerator, engine, part, ways)
     apply_cce(engine)
     actual = step(accelerator, engine, part, ways)
-    times = round(
-        float(twin["lm_head.weight"].norm() / reference["lm_head.weight"].norm())
-    )  # DeepSpeed averages over fewer ranks
+    # DeepSpeed averages over fewer ranks
+    times = round(float(twin["lm_head.weight"].norm() / reference["lm_head.weight"].norm()))
     expected = {name: value if name == "loss" else times * value for name, value in reference.items()}
     counted = stats(model)
     result = {

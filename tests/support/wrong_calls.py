@@ -18,12 +18,7 @@ ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$", re.MULTILINE)
 
 
 def message_of_call(call: str) -> str:
-    """Return "ErrorType: message" for a Python call.
-
-    Raises:
-        AssertionError: the call raises nothing.
-        Exception: it raises a type that the public docstrings do not name.
-    """
+    """Return "ErrorType: message" for a Python call, whose error must be of a type that the public docstrings name."""
     import torch
 
     import hf_cce
@@ -40,11 +35,7 @@ def message_of_call(call: str) -> str:
 
 
 def message_of_command(line: str) -> str:
-    """Return the last line that a command writes to standard error.
-
-    Raises:
-        AssertionError: exit code other than 2, output on standard output, or a traceback.
-    """
+    """Return the last line that a command writes to standard error, and nothing else, without a traceback."""
     done = hf_cce(*line.split()[1:])
     shown = done.stderr.strip()
     assert done.exit_code == 2 and not done.stdout and shown and "Traceback" not in shown, done

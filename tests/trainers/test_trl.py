@@ -128,8 +128,6 @@ TRAINERS: dict[str, Callable[..., Any]] = {
         "OnlineDPO", prompts, module="online_dpo", reward=even_words, temperature=0.7, max_new_tokens=6
     ),
     "a2po": experimental("A2PO", prompts, reward=has_w4, temperature=0.7, max_completion_length=6, num_value_samples=2),
-    "sft": sft,
-    "sft dft": lambda *args: sft(*args, loss_type="dft"),
     "dpo": trainer_of("DPO", preferences),
     "kto": trainer_of("KTO", judged),
     "grpo": trainer_of("GRPO", prompts, **SAMPLING),

@@ -37,15 +37,11 @@ def completions() -> dict[str, list[Any]]:
 
 def talks() -> dict[str, list[Any]]:
     """Return conversations of two turns each."""
-    return {
-        "messages": [
-            [
-                {"role": role, "content": text(10 * i + turn, 3 + (i + turn) % 5)}
-                for turn, role in enumerate(("user", "assistant", "user", "assistant"))
-            ]
-            for i in range(ROWS)
-        ]
-    }
+
+    def message(i: int, turn: int) -> dict[str, str]:
+        return {"role": ("user", "assistant")[turn % 2], "content": text(10 * i + turn, 3 + (i + turn) % 5)}
+
+    return {"messages": [[message(i, turn) for turn in range(4)] for i in range(ROWS)]}
 
 
 def label_count(trainer: Any) -> int:
@@ -144,13 +140,12 @@ def test_data_formats(name: str, loss_type: str, tmp_path: Path) -> None:
     assert_all_fused(*assert_as_trl(tmp_path, MODES[name], loss_type=loss_type))
 
 
+CAUSAL = {"task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    "lora": lambda peft: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"),
-    "saved head": lambda peft: peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
-    ),
+    "lora": lambda peft: peft.LoraConfig(r=2, target_modules="all-linear", **CAUSAL),
+    "saved head": lambda peft: peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], **CAUSAL),
     "tokens": lambda peft: peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7, 8]
+        r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6, 7, 8], **CAUSAL
     ),
     "prompt": lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "norms": lambda peft: peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm", "norm"]),

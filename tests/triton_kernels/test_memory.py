@@ -117,14 +117,10 @@ def test_the_filter_fits_the_budget_at_real_sizes(mib: int, frozen: bool) -> Non
     found = [
         check(True, n, d, v, torch.bfloat16, spec_of(mib * MIB, frozen))
         for n, d, v in (
-            (2048, 896, 151936),
-            (8192, 768, 128256),
-            (8192, 1024, 49152),
-            (4096, 4096, 32000),
-            (16384, 2048, 151936),
+            (2048, 896, 151936), (8192, 768, 128256), (8192, 1024, 49152), (4096, 4096, 32000), (16384, 2048, 151936),
             (8192, 4096, 128256),
         )
-    ]
+    ]  # fmt: skip
     assert any(found) or mib < 64
 
 
