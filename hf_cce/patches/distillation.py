@@ -55,8 +55,7 @@ def _handle_call(patch: Any, arguments: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return NotImplemented
     heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
-    reason = trl.GATHERED_ONLY_IN_CALL if any(hasattr(x, "ds_id") for x in heads) else None
-    reason = reason or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
+    reason = trl.why_not_later(*heads) or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
     if reason is not None:
         patch.warn_unfused(reason)
         return NotImplemented

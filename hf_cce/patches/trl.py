@@ -34,7 +34,6 @@ ARGUMENTS = (
 # Only SFT requests exactly these. The other trainers compare log-probabilities with those of a call without gradients; with the
 # gradient filter these would differ by rounding.
 SFT_OUTPUTS = {"entropy", "is_top1"}
-GATHERED_ONLY_IN_CALL = "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
 Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
@@ -80,6 +79,13 @@ def end_call() -> TrainingCall | None:
     return call
 
 
+def why_not_later(*parameters: Any) -> str | None:
+    """Return why the backward pass could not read these parameters, or None."""
+    if any(hasattr(x, "ds_id") for x in parameters):
+        return "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
+    return None
+
+
 def _detach_gathered(parameter: Tensor) -> Tensor:
     """Return a frozen parameter gathered by ZeRO-3 as a tensor that outlives its release; any other parameter unchanged."""
     return parameter.detach() if is_gathered(parameter) and not parameter.requires_grad else parameter
@@ -95,9 +101,7 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
             "TRL cannot train with an offloaded LM head: it reads lm_head.weight, which is not on the device between calls of "
             "the head; choose a device_map that keeps lm_head on the device (model.embed_tokens may be offloaded)"
         )
-    reason = why_not_read(weight, bias)
-    if reason is None and any(hasattr(x, "ds_id") for x in (weight, bias)):
-        reason = GATHERED_ONLY_IN_CALL
+    reason = why_not_read(weight, bias) or why_not_later(weight, bias)
     if reason is not None:
         call.note_refused(reason)
         return NotImplemented
