@@ -67,7 +67,8 @@ FAMILIES = {
     "llama_tied": Family("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "gemma2": Family("Gemma2ForCausalLM"),
     "granite": Family("GraniteForCausalLM"),
-    "phi": Family("PhiForCausalLM", {"tie_word_embeddings": False}),  # has a bias
+    # Has a bias. Transformers 5.0 has no default of pad_token_id
+    "phi": Family("PhiForCausalLM", {"tie_word_embeddings": False, "pad_token_id": 0}),
     "gpt2": Family("GPT2LMHeadModel"),
     "bert": Family("BertLMHeadModel", {"is_decoder": True}),
     "bart": Family("BartForCausalLM", {"num_hidden_layers": ...}),
