@@ -215,7 +215,7 @@ class FullLogits(Strategy):
             log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, spec.ignore_index
         )
         if mean:  # without labels it is NaN, but its gradients are zero
-            total.detach().masked_fill_(items == 0, 0.0)
+            total.detach().masked_fill_(items.logical_not(), 0.0)
             return total
         if options:
             valid = x.labels != spec.ignore_index
