@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from benchmarks import (
     curves,
     first,
     installed,
-    job,
     largest,
     loss,
     measure,
@@ -286,15 +284,6 @@ def test_tokenizer_round_trip(text_file: str, tmp_path: Path) -> None:
     assert np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[0], drawn[2])
     with pytest.raises(ValueError, match="no such file or folder"):
         text.prepare(512, dataset=str(tmp_path / "nothing"))
-
-
-def test_token_ids_fit_the_vocabulary(text_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = steps.job_of(steps.parse(small(text_file)), {})
-    rank = job.token_ids(one)
-    assert rank.shape == (3, 2, 32) and np.array_equal(rank, job.token_ids(one))
-    monkeypatch.setitem(SHAPES, "large", replace(SHAPES["tiny"], vocabulary=2000))
-    spread = job.token_ids(replace(one, model="large", ids="spread"))
-    assert spread.max() < 2000 and np.array_equal(spread, rank * 2000 // one.entries)
 
 
 @pytest.mark.parametrize(
