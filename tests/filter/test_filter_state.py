@@ -17,7 +17,7 @@ from forced_strategies import KEEPS_ALL, backward_counter, config_for, force_str
 from losses import PLAIN, check_against_plain, fused_loss, make_inputs
 from models import batch, tiny_llama
 from numerics import assert_accurate
-from test_callback import build
+from test_callback import build, logged
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -501,7 +501,7 @@ def test_the_callback_logs_filter_statistics(
     trainer.train()
     names = {f"cce/{key}" for key in KEYS}
     assert counts["filtered gradients"] == 4  # two micro-batches per step
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = logged(trainer)
     assert len(steps) == 2 and all(names <= set(entry) for entry in steps)
     assert [entry for entry in seen if names <= set(entry)] and all((names <= set(e)) == ("loss" in e) for e in seen)
     assert steps[-1]["cce/kept"] == round(trainer.model.cce_stats()["kept"], 6)

@@ -16,15 +16,6 @@ from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
 
 
-class LossRecorder(TrainerCallback):
-    def __init__(self) -> None:
-        self.history: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.history.append(logs["loss"])
-
-
 def rows() -> list[dict[str, torch.Tensor]]:
     data = batch(rows=12)
     data["labels"][5, -12:] = -100
@@ -44,13 +35,18 @@ def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trai
         args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **options}),
         train_dataset=rows(),
         eval_dataset=rows()[:4],
-        callbacks=[LossRecorder(), *callbacks],
+        callbacks=list(callbacks),
         **made,
     )
 
 
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """Return the log entry of every step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def history(trainer: Any) -> list[float]:
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, LossRecorder)).history
+    return [entry["loss"] for entry in logged(trainer)]
 
 
 def run(trainer: Any) -> list[str]:
@@ -68,9 +64,9 @@ def test_log_message_and_logged_counters(device: str, tmp_path: Path, caplog: py
     trainer = build(tmp_path, callback, use_cpu=device == "cpu")
     with caplog.at_level("INFO", logger="hf_cce"):
         run(trainer)
-    logged = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
-    assert logged == ["hf_cce: the losses of this training run are computed without logits"]
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
+    assert said == ["hf_cce: the losses of this training run are computed without logits"]
+    steps = logged(trainer)
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
     logged_keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from models import assert_same_training, batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_accurate
-from test_callback import build, run
+from test_callback import build, logged, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
@@ -174,7 +174,7 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     plain, patched = build(tmp_path / "a"), build(tmp_path / "b", CCECallback(token_stats=True, on_unused="raise"))
     assert run(plain) == run(patched) == []
     assert_same_run(patched, plain, 3)
-    entries = [entry for entry in patched.state.log_history if "loss" in entry]
+    entries = logged(patched)
     assert len(entries) == 3 and all(
         0 <= entry["cce/token_accuracy"] <= 1 and entry["cce/entropy"] > 0 for entry in entries
     )

@@ -300,22 +300,6 @@ def test_unknown_trl_function_is_unchanged_and_named_once(
     assert trl.trainer.utils._ChunkedLogProbFunction is other
 
 
-def test_evaluation_is_fused_but_not_counted(tmp_path: Path) -> None:
-    model = apply_cce(tiny_llama())
-    trainer = sft(tmp_path, model, [])
-    rows = trainer.train_dataset
-    run(trainer)
-    before = copy.copy(stats(model))
-    found = trainer.evaluate(rows)
-    assert stats(model) == before
-    trainer.model = trainer.model_wrapped = tiny_llama()
-    trl.trainer.utils.add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy", "is_top1"))
-    trainer.model.load_state_dict(model.state_dict())
-    expected = trainer.evaluate(rows)
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
-
-
 def test_offloaded_head_error_says_what_to_offload(tmp_path: Path) -> None:
     model = apply_cce(tiny_llama(tie_word_embeddings=False))
     trainer = sft(tmp_path, model, [])

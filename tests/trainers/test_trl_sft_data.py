@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +113,9 @@ def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[s
         log, messages = run(trainer)
         assert len(log) == STEPS and (callbacks or messages == [])
         weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        before = copy.copy(stats(trainer.model)) if callbacks else None
         found.append((log, weights, trainer.evaluate()))
+        assert before is None or stats(trainer.model) == before  # an evaluation is not counted
     (theirs, their_weights, their_evaluation), (ours, our_weights, our_evaluation) = found
     assert {"loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"} <= theirs[0].keys()
     for key in theirs[0]:
