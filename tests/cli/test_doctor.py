@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
-from command import Result, hf_cce
+from command import ROOT, Result, environment, hf_cce, run
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics import doctor, gradcheck, machine
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -25,15 +24,11 @@ def command(*arguments: str) -> Result:
     return hf_cce("doctor", *arguments)
 
 
-def process(before: str = "", *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new Python process that executes ``before`` first."""
+def process(before: str, *arguments: str, folders: tuple[Path, ...] = (), **more: str) -> CompletedProcess[str]:
+    """Run the command in a new Python process that executes ``before`` first, with ``folders`` on its import path."""
     code = f"import sys\n{before}\nfrom hf_cce.cli.app import main\nsys.exit(main(['doctor', *{arguments!r}]))"
-    paths = filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    given = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0", **environment}
-    given["PYTHONPATH"] = os.pathsep.join(paths)
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=given, capture_output=True, text=True, check=False
-    )
+    given = {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "0", **more}
+    return run([sys.executable, "-c", code], environment(*folders, ROOT, **given))
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +94,7 @@ def test_missing_torch_and_transformers() -> None:
 def test_torch_that_fails_to_load(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    done = process("", "--json", "-", PYTHONPATH=str(tmp_path))
+    done = process("", "--json", "-", folders=(tmp_path,))
     assert done.returncode == 1, done.stderr
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "torch"]
     assert "cannot be loaded: OSError: libcudart.so.12" in check["found"] and "--force-reinstall" in check["fix"]

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command import load_module
+from command import ROOT, environment, load_module, run
 from numerics import assert_accurate, relative_error
 
 accelerate, trl = pytest.importorskip("accelerate"), pytest.importorskip("trl")
 pytest.importorskip("datasets"), pytest.importorskip("peft")
 
-ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 CONFIGS = sorted((RECIPES / "accelerate").glob("*.yaml"))
 PROCESSES = "cpu_ddp"  # needs processes of its own
@@ -239,13 +237,9 @@ def test_slurm_script_trains_on_two_nodes(recipe_dir: Path) -> None:
     two = ["recipes/pretrain.py", *text[:-1], str(recipe_dir / "two"), *one[6:], "1", "--save_steps", "3"]
     wanted = {"GPUS": "1", "PORT": port, "CONFIG": f"recipes/accelerate/{PROCESSES}.yaml", "OMP_NUM_THREADS": "1"}
     wanted |= {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    wanted |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "here,here", "SLURM_NNODES": "2"}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    done = subprocess.run(
-        ["bash", "recipes/slurm.sh", *two], cwd=ROOT, env=environment | slurm | wanted, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    given = {key: value for key, value in environment(".").items() if not key.startswith("ACCELERATE_")}
+    done = run(["bash", "recipes/slurm.sh", *two], given | slurm | wanted)
     assert done.returncode == 0, done.stderr[-4000:]
     state = json.loads((recipe_dir / "two/checkpoint-3/trainer_state.json").read_text("utf-8"))
     losses = torch.tensor([row["loss"] for row in state["log_history"] if "loss" in row])

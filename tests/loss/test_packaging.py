@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import site
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -15,10 +14,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command import ROOT, run
 
 import hf_cce
 
-ROOT = Path(__file__).parents[2]
 PATCHES = {f"hf_cce/patches/{path.name}" for path in (ROOT / "hf_cce" / "patches").glob("*.py")}
 pytestmark = pytest.mark.slow
 
@@ -26,9 +25,7 @@ pytestmark = pytest.mark.slow
 def build(what: str, source: Path, target: Path) -> Path:
     """Build the wheel or sdist of ``source`` with the installed setuptools, without a network."""
     code = f"import sys; from setuptools import build_meta; print(build_meta.build_{what}(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True, check=False
-    )
+    done = run([sys.executable, "-c", code, str(target)], folder=source)
     assert done.returncode == 0, done.stderr
     assert "BuildBackendWarning" not in done.stderr, done.stderr  # pip shows such warnings to users
     return target / done.stdout.splitlines()[-1]
@@ -61,7 +58,7 @@ def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def tracked() -> list[str]:
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(["git", "ls-files"])
     if done.returncode:
         pytest.skip("not a git checkout")
     return done.stdout.splitlines()
@@ -108,10 +105,7 @@ def test_a_checkout_without_symlinks_builds_and_imports(wheels: dict[str, Path],
     assert (tree / "patches").is_file() and (tree / "patches").read_text("utf-8") == "hf_cce/patches"
     assert not any(path.is_symlink() for path in tree.rglob("*"))
     code = "import hf_cce, hf_cce.patches.causal_lm as patched; print(hf_cce.apply_cce.__name__, patched.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = run([sys.executable, "-c", code], {"PYTHONPATH": str(tree), "PATH": ""}, tree)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["apply_cce", str(tree / "hf_cce/patches/causal_lm.py")]
     wheel = build("wheel", tree, tmp_path)
@@ -155,7 +149,7 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install"]
     # ignore a version in the outer environment
     command = [*pip, "--no-deps", "--no-index", "--ignore-installed", str(wheels["sdist"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(command)
     assert done.returncode == 0, done.stderr
     assert (where / "hf_cce" / "patches" / "causal_lm.py").is_file()
     assert not (where / "patches").exists() and not (where / "tests").exists()
@@ -164,7 +158,7 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 def in_environment(scripts: Path, command: list[str], folder: Path) -> str:
     keep = {"HF_HUB_OFFLINE": "1", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "PATH": str(scripts)}
-    done = subprocess.run(command, cwd=folder, env=keep, capture_output=True, text=True, check=False, timeout=300)
+    done = run(command, keep, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -188,8 +182,7 @@ def test_make_demo_installs_a_copy(tmp_path: Path) -> None:
     """`make demo` installs a copy, except into a development install, which it does not change."""
 
     def commands() -> list[str]:
-        make = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]
-        done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run(["make", "--dry-run", "demo", f"VENV={tmp_path}"])
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -206,12 +199,3 @@ def test_the_version_is_in_one_place_and_in_the_changelog() -> None:
     assert holders == ["hf_cce/__init__.py"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|rc)\d+)?", hf_cce.__version__)
     assert f"## {hf_cce.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
-
-
-def test_the_top_level_has_no_other_files() -> None:
-    top = {name.split("/")[0] for name in tracked()}
-    allowed = {
-        "pyproject.toml", "hf_cce", "patches", "recipes", "tests", "notebooks", "README.md", "LICENSE", "CHANGELOG.md",
-        "CONTRIBUTING.md", "Makefile", "MANIFEST.in", "docs", "benchmarks",
-    }  # fmt: skip
-    assert {name for name in top if not name.startswith(".")} <= allowed

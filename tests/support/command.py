@@ -43,18 +43,23 @@ def hf_cce(*arguments: str) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def python(code: str, interpreted: bool = True, folders: tuple[str | Path, ...] = (), **more: str) -> str:
-    """Return what ``code`` prints in a new Python process at the root; with ``interpreted=False``, Triton compiles.
+def environment(*folders: str | Path, **more: str) -> dict[str, str]:
+    """Return the variables of a new process, with ``folders`` (relative to the root) first on the import path."""
+    path = [*(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **more}
 
-    ``folders``, relative to the root, are put first on the import path.
-    """
-    environment = {
-        name: value for name, value in os.environ.items() if interpreted or name != "TRITON_INTERPRET"
-    } | more
-    path = [*(str(ROOT / folder) for folder in folders), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+
+def run(
+    command: list[str], variables: dict[str, str] | None = None, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False)
+
+
+def python(code: str, interpreted: bool = True, folders: tuple[str | Path, ...] = (), **more: str) -> str:
+    """Return what ``code`` prints in a new Python process at the root; with ``interpreted=False``, Triton compiles."""
+    variables = environment(*folders, **more)
+    if not interpreted:
+        variables.pop("TRITON_INTERPRET", None)
+    done = run([sys.executable, "-c", code], variables)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from command import environment, run
 from numerics import budget
-
-SUPPORT = Path(__file__).parent
 
 
 def assert_within_budget(result: dict[str, Any], half: bool = False) -> None:
@@ -30,21 +27,14 @@ def assert_within_budget(result: dict[str, Any], half: bool = False) -> None:
 
 def rank_environment(device: str = "cpu") -> dict[str, str]:
     """Return the environment of a rank: this folder and the root on the import path; with device "cpu", GPUs are hidden."""
-    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH", "")])
-    gpu_env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **gpu_env}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return environment("tests/support", ".", OMP_NUM_THREADS="1", **hidden)
 
 
 def run_on_ranks(script: str, path: Path, *arguments: str, ranks: int = 2, device: str = "cpu") -> dict[str, Any]:
     """Return what the processes of ``script`` wrote to ``path``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run(
-        [*command, str(SUPPORT / script), str(path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=rank_environment(device),
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "unknown inputs or outputs type" not in run.stdout + run.stderr, "DeepSpeed has seen what is no tensor"
+    done = run([*command, f"tests/support/{script}", str(path), *arguments], rank_environment(device))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "unknown inputs or outputs type" not in done.stdout + done.stderr, "DeepSpeed has seen what is no tensor"
     return json.loads(path.read_text("utf-8"))

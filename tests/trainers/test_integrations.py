@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command import ROOT, environment
+from command import run as run_command
 from models import batch, tiny_llama
 from test_callback import build, run
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches.causal_lm import patch_of
 
-ROOT = Path(__file__).parents[2]
 SWIFT_FILE = ROOT / "hf_cce/integrations/ms_swift.py"
 
 
@@ -134,25 +133,22 @@ def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # The released projects, each in its own environment: make test-places
 
 
+def run_place(folder: Path, *command: str, **more: str) -> str:
+    given = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", **more}
+    done = run_command([sys.executable, *command], environment(".", AXOLOTL_DO_NOT_TRACK="1", **given), folder)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, str(ROOT / "recipes/tiny.py"), str(tmp_path)], check=True, env=environment())
+    run_place(tmp_path, str(ROOT / "recipes/tiny.py"), str(tmp_path))
     return tmp_path
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **given, "AXOLOTL_DO_NOT_TRACK": "1", "TRITON_INTERPRET": "0"}
 
 
 def logged(folder: Path, *command: str, **more: str) -> dict[str, list[float]]:
     """Return what three steps log: losses, ms-swift's token accuracy, and the counts of fused losses and full logits."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment() | more, capture_output=True, text=True, timeout=600, check=False
-    )  # fmt: skip
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text[-4000:]
+    text = run_place(folder, *command, **more)
     assert ("computed without logits" in text) is not bool(more)
     keys = ("loss", "token_acc", "cce/fused", "cce/materialized")
     # Not from standard output: Axolotl prints before its plugins' callbacks run.

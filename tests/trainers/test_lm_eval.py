@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import environment, run
 from models import logits_made, tiny_llama
 from numerics import assert_accurate
 from test_trl import WORDS, text, tokenizer
@@ -92,8 +91,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     for name, module in (("hf", "lm_eval"), ("hf_cce", "hf_cce.integrations.lm_eval")):
         own = ["--model", name, "--device", "cpu", "--output_path", str(tmp_path / name)]
         command = [sys.executable, "-m", module, "run", *shared, *own]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        done = run(command, environment(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(tmp_path / "cache")))
         assert done.returncode == 0, done.stderr[-3000:]
         (path,) = (tmp_path / name).rglob("results*.json")
         found[name] = json.loads(path.read_text("utf-8"))["results"]["own"]
