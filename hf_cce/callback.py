@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -121,7 +122,7 @@ class CCECallback(TrainerCallback):
             patch = patch_of(causal_lm(kwargs["model"]))
             self._run.begin_step(patch)
             if self._distills:
-                distillation.current.set(patch)
+                distillation.current.set(None if patch is None else weakref.ref(patch))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
