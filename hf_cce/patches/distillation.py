@@ -59,6 +59,7 @@ def _handle_call(running: Any, arguments: dict[str, Any]) -> Any:
     heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
     reason = trl.why_not_later(*heads) or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
     if reason is not None:
+        patch.stats.missed += 1
         patch.warn_unfused(reason)
         return NotImplemented
     patch.stats.fused += 1
