@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -121,7 +122,7 @@ class CCECallback(TrainerCallback):
             patch = patch_of(causal_lm(kwargs["model"]))
             self._run.begin_step(patch)
             if self._distills:
-                distillation.current.set(patch)
+                distillation.current.set(None if patch is None else weakref.ref(patch))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
@@ -193,9 +194,8 @@ def _say(args: Any, state: Any, message: str) -> None:
 
 def _why(args: Any, model: Any, run: _Run) -> str:
     base = causal_lm(model)
-    patch = patch_of(base)
     compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
-    if patch is None:
+    if patch_of(base) is None:
         return "the patch was removed during training"
     if compiled and _is_trl(base.forward):
         return (
@@ -214,7 +214,7 @@ def _why(args: Any, model: Any, run: _Run) -> str:
             "then train without torch_compile, because the logits of such calls are deferred in eager mode only. Or the model "
             "computes its loss in another way; to see the reason, run a step without torch_compile"
         )
-    if run.stats.calls == run.step.calls and not patch.warned:
+    if run.stats.calls == run.step.calls and run.stats.missed == run.step.missed:
         return "the model was never called in training mode with gradients enabled (do you override compute_loss?)"
     if run.stats.materialized == run.step.materialized:
         return "the model computed its loss in another way; an earlier warning gives the reason"

@@ -64,8 +64,8 @@ def why_not_defer(head: nn.Module) -> str | None:
             return "FSDP2 shards a layer inside the head by itself, and frees its weight after its forward; shard the whole head"
         if kind.__name__ == "FullyShardedDataParallel" and module is not head:
             return (
-                "FSDP1 wraps a layer inside the head, as PEFT's wrapping policy does with adapters, and frees its weight after "
-                "its forward; leave lm_head out of target_modules"
+                "FSDP1 wraps a layer inside the head, as PEFT's wrapping policy does with layers that are trained, and frees its "
+                "weight after its forward; leave lm_head out of target_modules and modules_to_save"
             )
         if kind.__name__ == "FullyShardedDataParallel":
             return (

@@ -54,14 +54,16 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
     from hf_cce.diagnostics import estimate
 
-    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 24 * GIB
+    memory = options.gpu_memory
+    if memory is None:
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 24 * GIB
     out.progress("running the model on tensors without data")
     found = estimate.estimate(
         options.model_name_or_path,
         options.batch_size,
         options.seq_length,
         options.dtype,
-        options.gpu_memory or here,
+        memory,
         options.memory_budget,
         lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )

@@ -194,7 +194,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         deferring = training or labels
     if deferring:
-        outer = None if compiling else state.outermost or weakref.ref(model)
+        wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
+        outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
         if training:
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:

@@ -47,16 +47,19 @@ ARGUMENTS_ON_LOGITS = (
     "student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "logits_are_probs",
     "num_items_in_batch",
 )  # fmt: skip
-# The ``Patch`` of the model whose training step runs in this thread
+# Weak reference to the ``Patch`` of the model whose training step runs in this thread. The patch refers to the head, which must
+# not be kept after an exception.
 current: ContextVar[Any] = ContextVar("hf_cce_distillation", default=None)
 
 
-def _handle_call(patch: Any, arguments: dict[str, Any]) -> Any:
-    if not torch.is_grad_enabled():
+def _handle_call(running: Any, arguments: dict[str, Any]) -> Any:
+    patch = running()
+    if patch is None or not torch.is_grad_enabled():
         return NotImplemented
     heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
     reason = trl.why_not_later(*heads) or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
     if reason is not None:
+        patch.stats.missed += 1
         patch.warn_unfused(reason)
         return NotImplemented
     patch.stats.fused += 1

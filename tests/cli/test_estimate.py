@@ -211,6 +211,18 @@ def test_folder_file_and_json(tmp_path: Path) -> None:
     assert shown.stdout.startswith(report["verdict"] + "\n")
 
 
+def test_given_memory_is_used_without_a_look_at_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU in exclusive mode that another process uses raises when its properties are read."""
+
+    def busy(index: int) -> None:
+        raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
+    assert command("smollm2-135m", "--gpu-memory", "24").exit_code == 0
+    assert "busy" in command("smollm2-135m").stderr
+
+
 def test_documented_output_is_current() -> None:
     page = (RESULTS.parents[1] / "docs/reference/cli.md").read_text("utf-8")
     for line in re.findall(r"^(?:\$ )?hf-cce estimate (.*)$", page, re.MULTILINE):

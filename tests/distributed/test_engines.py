@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 import transformers
 from models import (
     assert_fused,
@@ -24,9 +26,12 @@ from models import (
     twins,
 )
 from numerics import assert_accurate
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
@@ -197,6 +202,25 @@ def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
         assert compiled(tiny_llama()) is None
     finally:
         remove_cce(type(plain))
+
+
+@pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any], tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    try:
+        options = {"target_modules": ["q_proj"], **trained}
+        model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **options))
+        policy = fsdp_auto_wrap_policy(model)
+        wrapped = apply_cce(
+            FullyShardedDataParallel(
+                model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+            )
+        )
+        with cce_warnings() as messages:
+            wrapped(**batch()).loss.backward()
+        assert len(messages) == 1 and "FSDP1 wraps a layer inside the head" in messages[0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_data_parallel_replica_returns_tensors() -> None:

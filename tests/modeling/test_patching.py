@@ -353,6 +353,16 @@ def test_head_wrapped_between_calls() -> None:
     assert len(seen) == 1 and patched.lm_head.forward is wrapper
 
 
+def test_wrapper_that_was_deleted() -> None:
+    """FSDP2 gathers the head in the wrapper that ``apply_cce`` got, or in the model once this wrapper is gone."""
+    model = tiny_llama()
+    wrapper = apply_cce(torch.compile(model))
+    assert model(batch()["input_ids"]).logits.recipe.call.model() is wrapper
+    del wrapper
+    gc.collect()
+    assert model(batch()["input_ids"]).logits.recipe.call.model() is model
+
+
 def test_head_of_inner_model() -> None:
     inner = [tiny_llama(), tiny_llama()]
     outer = nn.Module()

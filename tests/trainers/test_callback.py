@@ -230,6 +230,24 @@ def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[s
         run(trainer("raise", "raise"))
 
 
+class EvaluationTrainer(Trainer):
+    """Computes its losses in evaluation mode."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model.eval()(**inputs).loss
+
+
+def test_reason_of_a_model_that_was_warned_about_before(tmp_path: Path) -> None:
+    model = apply_cce(tiny_llama()).train()
+    with cce_warnings() as messages:
+        model.loss_function = lambda logits, labels, **kwargs: logits.square().mean()
+        model(**batch())
+    assert len(messages) == 1
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), trainer=EvaluationTrainer, model=model)
+    with pytest.raises(RuntimeError, match="the model was never called in training mode"):
+        trainer.train()
+
+
 def test_model_repatched_during_run(tmp_path: Path) -> None:
     """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
     change = ChangeModelAt(1, lambda model: apply_cce(remove_cce(model)))

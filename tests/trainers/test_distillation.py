@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,16 @@ def test_training_after_an_exception(tmp_path: Path) -> None:
     assert distillation.current.get() is None
 
 
+def test_interrupted_training_does_not_keep_the_head(tmp_path: Path) -> None:
+    trainer = build(tmp_path, tiny_llama(), [CCECallback(), Raises()], gradient_accumulation_steps=2)
+    head = weakref.ref(trainer.model.lm_head)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    del trainer
+    gc.collect()
+    assert head() is None
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 5.0)])
 def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: float | None) -> None:
@@ -112,7 +125,7 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         arguments = (*leaves, beta, 0.8, scale, softcap, 1.1, softcap)
-        token = distillation.current.set(patch if ours else None)
+        token = distillation.current.set(weakref.ref(patch) if ours else None)
         found = FUNCTION.apply(*arguments)  # type: ignore[union-attr]
         distillation.current.reset(token)
         assert found[0].requires_grad and not found[1].requires_grad
