@@ -85,10 +85,8 @@ class Recipe:
         return self.replace(hidden_states=hidden_states, weight=weight, bias=bias)
 
     def with_leaves(self) -> Recipe:
-        """Return the recipe on detached leaves that stand for the operands; in a compiled graph, on the operands themselves."""
-        leaves: tuple[Any, ...] = self.operands
-        if not torch.compiler.is_compiling():
-            leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in leaves)
+        """Return the recipe on detached leaves that stand for the operands."""
+        leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
         return self.with_operands(*leaves).replace(leaves=leaves, aliases=[], **found)
 

@@ -5,7 +5,6 @@ A machine without torch or Transformers is diagnosed too, and a failing check do
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import platform
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.machine import EXPECT, Progress, dtype_name, first_line
 
-with contextlib.suppress(Exception):
+if machine.TORCH_ERROR is None:
     import torch
 
 OK, NOTE, WRONG = "ok", "note", "wrong"

@@ -214,9 +214,6 @@ def gradcheck(
     Returns:
         A JSON-ready report: "ok", "rows" (relative errors of full logits and of hf_cce, and the allowed error), "notes" (what
         could not be compared, and why).
-
-    Raises:
-        ValueError: ``device`` can compute nothing of it.
     """
     notes: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
@@ -227,11 +224,9 @@ def gradcheck(
         names = [name for name, config in CONFIGS.items() if config.implementation == "portable" or why is None]
         if len(names) < len(CONFIGS):
             notes[f"triton: {why}"] = None
-        for case in (cases or CASES) if names else ():
+        for case in cases or CASES:
             progress(f"{dtype}, {case.name}")
             rows += compare(problem, case, dtype, device, names)
-    if not rows:
-        raise ValueError(f"nothing can be compared on {device}: {'; '.join(notes)}")
     return {
         "ok": all(row["ok"] for row in rows),
         "device": machine.device_name(device),
