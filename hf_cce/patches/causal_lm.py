@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -50,6 +51,10 @@ class _Entry(NamedTuple):
     is_nested: bool = False  # the call belongs to a patched model that contains this one
 
 
+# Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
+_models: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+
+
 @dataclass
 class Patch:
     """State of one patched model: options, counters and the two hooks."""
@@ -66,6 +71,9 @@ class Patch:
 
     def __post_init__(self) -> None:
         self.filter_state.counters = self.stats
+        self.key = str(
+            self.filter_state.handle
+        )  # of ``_models``; a string, as Dynamo makes numbers that change symbolic
 
     def __getstate__(self) -> dict[str, Any]:
         replaced = {"forward": None, "outermost": None}  # they refer to modules that may have been replaced since
@@ -111,12 +119,14 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
     _drop_graphs()
     # Not at import, as it loads Dynamo; models have loaded it by now
     torch.compiler.assume_constant_result(_warn_full_logits)
+    torch.compiler.assume_constant_result(_install_while_tracing)
     state = Patch(config, labels_position(type(model)), outermost=root)
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),
     ]
     setattr(model, STATE, state)
+    _models[state.key] = model
     model.cce_stats = functools.partial(cce_stats, state)  # type: ignore[assignment]
 
 
@@ -202,7 +212,9 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
-            if not compiling:  # in a graph 4-bit heads are refused
+            if compiling:
+                _install_while_tracing(state.key)
+            else:  # in a graph 4-bit heads are refused
                 bnb.install()
             if not labels:
                 preference.install()
@@ -221,6 +233,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
     """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
+    head.forward = _forward_of(model, state, head)
+    setattr(head, STATE, entry)
+
+
+def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
     previous = head.__dict__.get("forward")
     if _is_deferring_forward(previous):  # set by an outer call, or left by a compiled call
         previous = previous.args[1]
@@ -229,8 +246,18 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
         forward = functools.partial(_deferring_forward, head, previous)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
             state.forward = forward
-    setattr(head, STATE, entry)
-    head.forward = forward
+    return forward
+
+
+def _install_while_tracing(key: str) -> None:
+    """Replace the head's forward when Dynamo traces, not only in the graph.
+
+    The first trace would find the head's own forward (always before torch 2.12), and the second call would be traced again.
+    """
+    if (model := _models.get(key)) is not None:
+        head, state = find_head(model), patch_of(model)
+        assert head is not None and state is not None
+        head.forward = _forward_of(model, state, head)
 
 
 def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -219,7 +219,7 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}
     for key in KEYS:
         assert relative_error(torch.tensor(counted[key] + 1), torch.tensor(expected[key] + 1)) < 1e-4
-    assert counter.frame_count <= 2 and filtered["filtered gradients"] == 12  # the first run ends with a swapped head
+    assert counter.frame_count == 1 and filtered["filtered gradients"] == 12
     remove_cce(compiled)
     torch.compile(plain)
     assert module_state(models[1]) == module_state(plain)
