@@ -204,6 +204,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         deferring = training or labels
     if deferring:
+        if compiling:
+            _install_while_tracing(state.key)  # before Dynamo guards on the head's forward
         wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
         outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
         if training:
@@ -212,9 +214,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
         if reason is None:
-            if compiling:
-                _install_while_tracing(state.key)
-            else:  # in a graph 4-bit heads are refused
+            if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
             if not labels:
                 preference.install()
@@ -320,7 +320,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
-    entry = _restore_forward(head)
+    entry = _restore_forward(head, keep=state.stats.traced)
     call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.end_call()
@@ -348,11 +348,12 @@ def _is_deferring_forward(forward: Any) -> TypeGuard[functools.partial[Any]]:
     return isinstance(forward, functools.partial) and forward.func is _deferring_forward
 
 
-def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
+def _restore_forward(head: nn.Module, all_calls: bool = False, keep: bool = False) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
-    replaced forward stays, without a call, and does what the original does; the next eager call or ``unpatch`` removes it.
+    replaced forward stays, without a call, and does what the original does. Eager calls ``keep`` it, or a graph, which guards on
+    it, would be made again after each of them; ``unpatch`` removes it.
     """
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling():
@@ -364,7 +365,7 @@ def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
         return entry
     head.__dict__.pop(STATE, None)
     forward = head.__dict__.get("forward")
-    if _is_deferring_forward(forward):
+    if _is_deferring_forward(forward) and not keep:
         previous = forward.args[1]
         if previous is None:
             del head.forward

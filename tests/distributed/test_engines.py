@@ -166,13 +166,33 @@ def test_torch_compile_of_step_function(family: str) -> None:
         return 2.0 * model(**inputs).loss
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    losses = [compiled(patched, **inputs) for _ in range(4)]
+    losses = []
+    for _ in range(4):
+        losses.append(compiled(patched, **inputs))
+        patched.eval()(**inputs)  # eager calls between compiled ones do not cause another graph
+        patched.train()
     assert counter.frame_count == 1 and stats(patched).traced and stats(patched).fused == 4
     assert_accurate(losses[-1], step(plain, **inputs), step(float64_copy(plain), **inputs), "loss")
     assert_same_training(patched, plain, batch())
     compiled(patched, **inputs)
     remove_cce(patched)
     assert module_state(patched) == module_state(plain)
+
+
+def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
+    """The forward that the hook leaves behind when it is removed is traced again."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    plain, patched = twins("llama")
+    inputs = {**batch(), "use_cache": False}
+    hooks.add_hook_to_module(patched.lm_head, hooks.ModelHook())
+    compiled = torch.compile(lambda: patched(**inputs).loss, backend="eager")
+    expected, exact = (model(**inputs).loss for model in (plain, float64_copy(plain)))
+    for hooked in (True, False):
+        if not hooked:
+            hooks.remove_hook_from_module(patched.lm_head)
+        for _ in range(2):
+            assert_accurate(compiled(), expected, exact, "loss")
+    assert stats(patched).fused == 4
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
