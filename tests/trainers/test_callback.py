@@ -57,12 +57,14 @@ def run(trainer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_log_message_and_logged_counters(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_message_and_logged_counters(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
     callback = CCECallback(implementation=implementation, details=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with two GPUs, Trainer would use DataParallel
     trainer = build(tmp_path, callback, use_cpu=device == "cpu")
-    trainer.args._n_gpu = min(trainer.args.n_gpu, 1)  # with two GPUs, Trainer would use DataParallel
     with caplog.at_level("INFO", logger="hf_cce"):
         run(trainer)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
