@@ -270,14 +270,14 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         call.without_gradients, call = True, None
     elif not isinstance(hidden_states, torch.Tensor):
         call = None
-    plain = previous is None and type(head).forward is nn.Linear.forward
-    if call is not None and plain:
-        return linear(hidden_states, head.weight, head.bias, call)
-    if call is not None:
-        call.adapted = type(head).forward is not nn.Linear.forward
-        hidden_states = head_input(hidden_states, call)
     forward = functools.partial(type(head).forward, head) if previous is None else previous
-    if call is not None and hasattr(head, "base_layer") and not torch.compiler.is_compiling():
+    if call is None:  # this may be the Linear inside an adapter, with the adapter's deferred input
+        return forward(hidden_states, *args, **kwargs)
+    if previous is None and type(head).forward is nn.Linear.forward:
+        return linear(hidden_states, head.weight, head.bias, call)
+    call.adapted = type(head).forward is not nn.Linear.forward
+    hidden_states = head_input(hidden_states, call)
+    if hasattr(head, "base_layer") and not torch.compiler.is_compiling():
         with _defer_base_layer(head, call):
             output = forward(hidden_states, *args, **kwargs)
     else:
@@ -286,12 +286,7 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         return output.deferred()
     if isinstance(output, HeadInput):
         output = output.hidden_states
-    if (
-        call is not None
-        and isinstance(output, torch.Tensor)
-        and not isinstance(output, LazyTensor)
-        and not call.few_tokens
-    ):
+    if isinstance(output, torch.Tensor) and not isinstance(output, LazyTensor) and not call.few_tokens:
         call.note_full_logits()  # the head, or an adapter on it, does something that cannot be deferred
     return output
 
