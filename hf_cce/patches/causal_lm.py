@@ -160,8 +160,8 @@ def unpatch(model: nn.Module) -> None:
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
     head = find_head(model)
-    if head is not None:
-        _restore_forward(head, all_calls=True)
+    for module in () if head is None else head.modules():  # an adapter may have been put around it
+        _restore_forward(module, all_calls=True)
 
 
 def _drop_graphs() -> None:

@@ -330,6 +330,8 @@ def test_adapter_added_after_a_compiled_call() -> None:
     ours.load_state_dict(tuned.state_dict())
     assert_same_training(ours, tuned, batch())
     assert stats(ours).missed == 0
+    remove_cce(ours)
+    assert "forward" not in patched.lm_head.base_layer.__dict__
 
 
 def test_disabled_adapter_does_not_warn() -> None:
