@@ -177,10 +177,13 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    state, head = patch_of(model), find_head(model)
+    state = patch_of(model)
     if state is None:
         return
     compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
+    if compiling and model.training:
+        _install_while_tracing(state.key)
+    head = find_head(model)
     if head is None:
         if model.training and torch.is_grad_enabled() and labels:  # of a class that was patched as a whole
             call = TrainingCall(state.config, state.stats)
@@ -252,11 +255,13 @@ def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
 def _install_while_tracing(key: str) -> None:
     """Replace the head's forward when Dynamo traces, not only in the graph.
 
-    The first trace would find the head's own forward (always before torch 2.12), and the second call would be traced again.
+    The first trace would find the head's own forward (always before torch 2.12), and the second call would be traced again. Done
+    before anything else of the head is traced: Dynamo traces again at a graph break, and must then take the same branches.
     """
-    if (model := _models.get(key)) is not None:
-        head, state = find_head(model), patch_of(model)
-        assert head is not None and state is not None
+    if (model := _models.get(key)) is None:
+        return
+    head, state = find_head(model), patch_of(model)
+    if head is not None and state is not None and why_not_defer(head) is None:
         head.forward = _forward_of(model, state, head)
 
 

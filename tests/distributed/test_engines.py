@@ -193,6 +193,35 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
         for _ in range(2):
             assert_accurate(compiled(), expected, exact, "loss")
     assert stats(patched).fused == 4
+@pytest.mark.parametrize("what", ["backward", "graph break", "dynamic", "no labels first"])
+def test_traced_again(what: str) -> None:
+    """At a graph break or a dynamic shape Dynamo traces again, and raises if the second trace takes another branch."""
+    plain, patched = twins()
+    inputs = {**batch(), "use_cache": False}
+
+    def step(model: Any) -> torch.Tensor:
+        if what == "no labels first":
+            with torch.no_grad():
+                model(**{**inputs, "labels": None})
+        loss = model(**inputs).loss
+        if what == "backward":
+            loss.backward()
+        elif what != "dynamic":
+            torch._dynamo.graph_break()
+        return loss * 1.0
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(step, dynamic=what == "dynamic", backend=counter)
+    losses, frames = [], []
+    for _ in range(3):
+        patched.zero_grad()
+        losses.append(compiled(patched).detach())
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1 and stats(patched).fused == 3
+    assert_accurate(losses[-1], step(plain), step(float64_copy(plain)), "loss")
+    if what == "backward":
+        assert_accurate(patched.lm_head.weight.grad, plain.lm_head.weight.grad, plain.lm_head.weight.grad, "gradient")
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
