@@ -49,6 +49,7 @@ class _Entry(NamedTuple):
     call: TrainingCall | None  # None: use the head's own forward
     previous_entry: Any = None  # the entry of the call that this one interrupts
     is_nested: bool = False  # the call belongs to a patched model that contains this one
+    keeps_forward: bool = False  # a graph has replaced the head's forward before this call
 
 
 # Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
@@ -236,6 +237,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
     """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
+    if not torch.compiler.is_compiling() and head.__dict__.get(STATE) is None:
+        entry = entry._replace(keeps_forward=_is_deferring_forward(head.__dict__.get("forward")))
     head.forward = _forward_of(model, state, head)
     setattr(head, STATE, entry)
 
@@ -243,7 +246,9 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
     previous = head.__dict__.get("forward")
     if _is_deferring_forward(previous):  # set by an outer call, or left by a compiled call
-        previous = previous.args[1]
+        if previous.args[0] is head:
+            return previous  # maybe of another model with this head: a new object would give each of them a new graph per call
+        previous = previous.args[1]  # this head is a replica's
     forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
@@ -320,7 +325,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
-    entry = _restore_forward(head, keep=state.stats.traced)
+    entry = _restore_forward(head)
     call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.end_call()
@@ -348,12 +353,12 @@ def _is_deferring_forward(forward: Any) -> TypeGuard[functools.partial[Any]]:
     return isinstance(forward, functools.partial) and forward.func is _deferring_forward
 
 
-def _restore_forward(head: nn.Module, all_calls: bool = False, keep: bool = False) -> _Entry | None:
+def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
-    replaced forward stays, without a call, and does what the original does. Eager calls ``keep`` it, or a graph, which guards on
-    it, would be made again after each of them; ``unpatch`` removes it.
+    replaced forward stays, without a call, and does what the original does; so it does after eager calls, as otherwise the next
+    compiled call would be traced again. ``unpatch`` removes it.
     """
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling():
@@ -364,8 +369,10 @@ def _restore_forward(head: nn.Module, all_calls: bool = False, keep: bool = Fals
         setattr(head, STATE, entry.previous_entry)
         return entry
     head.__dict__.pop(STATE, None)
+    if not all_calls and (entry is None or entry.keeps_forward):
+        return entry
     forward = head.__dict__.get("forward")
-    if _is_deferring_forward(forward) and not keep:
+    if _is_deferring_forward(forward):
         previous = forward.args[1]
         if previous is None:
             del head.forward

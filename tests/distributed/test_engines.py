@@ -193,6 +193,8 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
         for _ in range(2):
             assert_accurate(compiled(), expected, exact, "loss")
     assert stats(patched).fused == 4
+
+
 @pytest.mark.parametrize("what", ["backward", "graph break", "dynamic", "no labels first"])
 def test_traced_again(what: str) -> None:
     """At a graph break or a dynamic shape Dynamo traces again, and raises if the second trace takes another branch."""
@@ -222,6 +224,38 @@ def test_traced_again(what: str) -> None:
     assert_accurate(losses[-1], step(plain), step(float64_copy(plain)), "loss")
     if what == "backward":
         assert_accurate(patched.lm_head.weight.grad, plain.lm_head.weight.grad, plain.lm_head.weight.grad, "gradient")
+
+
+def test_eager_calls_between_compiled_ones() -> None:
+    """They leave the head's forward as the graph expects it, so nothing is compiled again."""
+    plain, patched = twins()
+    inputs = {**batch(), "use_cache": False}
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model_loss, fullgraph=True, backend=counter)
+    for _ in range(3):
+        compiled(patched, inputs).backward()
+        assert_same_training(patched, plain, batch())
+        assert torch.equal(patched.eval()(**batch()).logits, plain(**batch()).logits)
+        patched.generate(batch()["input_ids"], max_new_tokens=2)
+        patched.train()
+    assert counter.frame_count == 1
+    assert_fused(patched, calls=6)
+    remove_cce(patched)
+    assert module_state(patched) == module_state(plain)
+
+
+def test_models_that_share_a_head_are_compiled_once() -> None:
+    first, second = tiny_llama(), tiny_llama()
+    second.lm_head = first.lm_head
+    apply_cce(first), apply_cce(second)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = [torch.compile(model, backend=counter) for model in (first, second)]
+    for _ in range(3):
+        losses = [each(**batch(), use_cache=False).loss for each in compiled]
+    assert counter.frame_count == 2 and losses[0] == losses[1]
+    assert stats(first).fused == stats(second).fused == 3
 
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
