@@ -325,6 +325,9 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
+    entry = head.__dict__.get(STATE)
+    if torch.compiler.is_compiling() and entry is not None and entry.call is not None and entry.call.owner is not state:
+        return None  # of a patched model that contains this one
     entry = _restore_forward(head)
     call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):

@@ -258,6 +258,33 @@ def test_models_that_share_a_head_are_compiled_once() -> None:
     assert stats(first).fused == stats(second).fused == 3
 
 
+@pytest.mark.parametrize("compiled", ["outer", "inner"])
+def test_compiled_model_inside_patched_model(compiled: str) -> None:
+    class Outer(transformers.LlamaPreTrainedModel):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model.config)
+            self.language_model = model
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.language_model.lm_head
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.language_model(input_ids, use_cache=False).logits
+            loss = self.language_model.loss_function(logits, labels, logits.shape[-1])
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    plain = Outer(tiny_llama())
+    patched = copy.deepcopy(plain)
+    for model in (patched, patched.language_model):
+        apply_cce(model)
+    (patched if compiled == "outer" else patched.language_model).compile(backend="eager")
+    inputs = batch()
+    del inputs["attention_mask"]
+    assert_same_training(patched, plain, inputs)
+    assert_fused(patched)
+    assert stats(patched.language_model).calls == 0
+
+
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
 def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     model, inputs = tiny_llama(), {**batch(), "use_cache": False}
