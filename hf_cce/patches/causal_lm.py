@@ -192,6 +192,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, call, head)
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
+    if previous_entry is None and getattr(model, "_is_replica", False):
+        _restore_forward(head, all_calls=True)  # a copied forward that a graph had left uses the original's weights
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
@@ -278,8 +280,8 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
     call = None if entry is None else entry.call
     if call is not None and not (call.evaluation or torch.is_grad_enabled()):
         call.without_gradients, call = True, None
-    elif not isinstance(hidden_states, torch.Tensor):
-        call = None
+    elif not isinstance(hidden_states, torch.Tensor) or isinstance(hidden_states, HeadInput):
+        call = None  # wrapped already if a hook of accelerate was added around a forward that a graph had left
     forward = functools.partial(type(head).forward, head) if previous is None else previous
     if call is None:  # this may be the Linear inside an adapter, with the adapter's deferred input
         return forward(hidden_states, *args, **kwargs)
@@ -292,6 +294,8 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
             output = forward(hidden_states, *args, **kwargs)
     else:
         output = forward(hidden_states, *args, **kwargs)
+    if call is None:
+        return output
     if isinstance(output, AdapterHead):
         return output.deferred()
     if isinstance(output, HeadInput):

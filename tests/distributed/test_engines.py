@@ -285,6 +285,23 @@ def test_compiled_model_inside_patched_model(compiled: str) -> None:
     assert stats(patched.language_model).calls == 0
 
 
+@pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
+    """The head inside the adapter still has the forward that the graph gave to it."""
+    plain, patched = twins()
+    torch._dynamo.reset()
+    torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
+    config = LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **trained})
+    torch.manual_seed(0)
+    plain = get_peft_model(plain, config)
+    torch.manual_seed(0)
+    patched = get_peft_model(patched, config)
+    assert_same_training(patched, plain, batch())
+    assert_fused(patched)
+    remove_cce(patched)
+    assert module_state(patched) == module_state(plain)
+
+
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
 def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     model, inputs = tiny_llama(), {**batch(), "use_cache": False}
@@ -333,9 +350,8 @@ def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any], tmp
         dist.destroy_process_group()
 
 
-def test_data_parallel_replica_returns_tensors() -> None:
-    """Build replicas as torch.nn.parallel.replicate does, without moving them: DataParallel gathers only tensors."""
-    model = apply_cce(tiny_llama())
+def replica_of(model: nn.Module) -> Any:
+    """Build a replica as torch.nn.parallel.replicate does, without moving it."""
     modules = list(model.modules())
     replicas = [module._replicate_for_data_parallel() for module in modules]
     for module, replica in zip(modules, replicas, strict=True):
@@ -345,13 +361,29 @@ def test_data_parallel_replica_returns_tensors() -> None:
             object.__setattr__(replica, name, None if parameter is None else parameter * 1)
         for name, buffer in module._buffers.items():
             replica._buffers[name] = buffer
-    output = replicas[0](**batch())
+    return replicas[0]
+
+
+def test_data_parallel_replica_returns_tensors() -> None:
+    """DataParallel gathers only tensors."""
+    model = apply_cce(tiny_llama())
+    replica = replica_of(model)
+    output = replica(**batch())
     assert output.logits is None and "logits" not in output.keys()  # noqa: SIM118
-    assert replicas[0](**batch(), return_dict=False)[0].dim() == 0
+    assert replica(**batch(), return_dict=False)[0].dim() == 0
     output.loss.backward()
     assert model.lm_head.weight.grad is not None
     assert_fused(model, calls=2)
     assert patch_of(model).forward is None, "the model would keep a replica's head alive"
+
+
+def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head() -> None:
+    model = apply_cce(tiny_llama())
+    torch._dynamo.reset()
+    torch.compile(model_loss, backend="eager")(model, {**batch(), "use_cache": False})
+    replica = replica_of(model.eval())
+    replica.lm_head.weight = replica.lm_head.weight * 2
+    assert torch.equal(replica(**batch(), use_cache=False).logits, 2 * model(**batch(), use_cache=False).logits)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -374,6 +406,22 @@ def test_accelerate_wraps_and_unwraps() -> None:
         before = stats(unwrapped).fused
         loss_and_grads(unwrapped, batch())
         assert stats(unwrapped).fused == before + 1
+
+
+def test_accelerate_device_hooks_after_a_compiled_call() -> None:
+    """The hooks call the forward that the graph gave to the head."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    plain, patched = twins()
+    torch._dynamo.reset()
+    compiled = torch.compile(model_loss, backend="eager")
+    inputs = {**batch(), "use_cache": False}
+    compiled(patched, inputs)
+    hooks.add_hook_to_module(patched.lm_head, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    assert_same_training(patched, plain, inputs)
+    assert_same_training(
+        patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x)
+    )
+    assert_fused(patched)
 
 
 @pytest.mark.parametrize("offload", [False, True])
