@@ -40,14 +40,14 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def why_not_defer(head: nn.Module) -> str | None:
-    """Return why the structure of ``head`` does not allow deferring its matmul, or None."""
+def why_not_defer(head: nn.Module, wrapper: Any = None) -> str | None:
+    """Return why the structure of ``head`` does not allow deferring its matmul, or None. ``wrapper`` replaces its forward."""
     compiling = torch.compiler.is_compiling() or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
         return f"a backward hook on all modules {_HOOKED}"
-    plain = type(head).forward is nn.Linear.forward and "forward" not in head.__dict__
+    plain = type(head).forward is nn.Linear.forward and wrapper is None
     if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
     for module in head.modules():

@@ -218,7 +218,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head)
+        reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head, _wrapper_of(head))
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
@@ -245,12 +245,17 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
     setattr(head, STATE, entry)
 
 
+def _wrapper_of(head: nn.Module) -> Any:
+    """Return what others, such as accelerate, have replaced the head's forward by, or None."""
+    forward = head.__dict__.get("forward")
+    return forward.args[1] if _is_deferring_forward(forward) else forward
+
+
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
-    previous = head.__dict__.get("forward")
-    if _is_deferring_forward(previous):  # set by an outer call, or left by a compiled call
-        if previous.args[0] is head:
-            return previous  # maybe of another model with this head: a new object would give each of them a new graph per call
-        previous = previous.args[1]  # this head is a replica's
+    forward, previous = head.__dict__.get("forward"), _wrapper_of(head)
+    # Set by an outer call, or left by a compiled one, of this or another model: a new object would give each a new graph per call
+    if _is_deferring_forward(forward) and forward.args[0] is head:
+        return forward
     forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
@@ -268,7 +273,7 @@ def _install_while_tracing(key: str) -> None:
     if (model := _models.get(key)) is None:
         return
     head, state = find_head(model), patch_of(model)
-    if head is not None and state is not None and why_not_defer(head) is None:
+    if head is not None and state is not None and why_not_defer(head, _wrapper_of(head)) is None:
         head.forward = _forward_of(model, state, head)
 
 

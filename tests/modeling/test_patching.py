@@ -326,10 +326,13 @@ def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(3)
         return peft.get_peft_model(tiny_llama(), config)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only(torch.nn.functional.linear))
     plain, patched = twins()
-    assert_same_training(patched, plain, batch())
-    assert_fused(patched, calls=1)
+    compiled = apply_cce(tiny_llama())
+    torch.compile(compiled, backend="eager")(**batch(), use_cache=False)  # its head keeps a forward of ours
+    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only(torch.nn.functional.linear))
+    for each, calls in ((patched, 1), (compiled, 2)):
+        assert_same_training(each, plain, batch())
+        assert_fused(each, calls=calls)
     with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
         assert_same_training(apply_cce(with_lora()), with_lora(), batch())
     hooked = apply_cce(tiny_llama())
