@@ -299,8 +299,6 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
             output = forward(hidden_states, *args, **kwargs)
     else:
         output = forward(hidden_states, *args, **kwargs)
-    if call is None:
-        return output
     if isinstance(output, AdapterHead):
         return output.deferred()
     if isinstance(output, HeadInput):
