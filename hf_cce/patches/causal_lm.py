@@ -252,11 +252,7 @@ def _wrapper_of(head: nn.Module) -> Any:
 
 
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
-    forward, previous = head.__dict__.get("forward"), _wrapper_of(head)
-    # Set by an outer call, or left by a compiled one, of this or another model: a new object would give each a new graph per call
-    if _is_deferring_forward(forward) and forward.args[0] is head:
-        return forward
-    forward = state.forward
+    forward, previous = state.forward, _wrapper_of(head)
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
