@@ -73,6 +73,8 @@ def check_numbers(**options: object) -> None:
                     f"{name} must be a number, got a tensor that requires grad, which would not receive a gradient; scale "
                     "hidden_states by it instead, detach it, or use full logits"
                 )
+            if value.numel() != 1:
+                raise ValueError(f"{name} must be one number, got shape {tuple(value.shape)}")
         elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number{_or_none(name)}, got {type_name(value)}")
         elif not -math.inf < value < math.inf:  # type: ignore[operator]

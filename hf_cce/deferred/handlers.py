@@ -322,9 +322,10 @@ def _loss(
     ):
         return NotImplemented
     if weight is not None:
-        plain_weight = (
-            weight.shape == (x.recipe.weight.shape[0],) and weight.dtype == x.dtype and not weight.requires_grad
-        )
+        # Autocast casts logits and class weights
+        cast = accumulation_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        fits = weight.shape == (x.recipe.weight.shape[0],) and weight.dtype in (x.dtype, cast)
+        plain_weight = fits and not weight.requires_grad
         if smooth or not plain_weight:
             return NotImplemented
     for _, (ids, _) in x.recipe.mask_ops():

@@ -573,6 +573,20 @@ def test_autocast_state_of_head_call_counts() -> None:
         assert_accurate(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
 
 
+def test_class_weights_under_autocast() -> None:
+    """Autocast casts logits in bfloat16 to float32, the usual dtype of class weights."""
+
+    def use_logits(logits: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=logits.dtype is torch.bfloat16):
+            return flat_loss(logits, weight=CLASS_WEIGHTS.to(torch.promote_types(logits.dtype, torch.float32)))
+
+    exact, twin = run_in_float64(use_logits), run_on_logits(use_logits, torch.bfloat16, False)
+    actual = run_on_logits(use_logits, torch.bfloat16, True)
+    assert actual[2].fused == 1 and actual[2].stats.materialized == 0
+    for found, other, best in zip((actual[0], *actual[1]), (twin[0], *twin[1]), (exact[0], *exact[1]), strict=True):
+        assert_accurate(found, other, best, "class weights under autocast", torch.bfloat16)
+
+
 def test_head_input_acts_as_hidden_states_elsewhere() -> None:
     hidden_states, weight, _ = make_inputs()
     given = head_input(hidden_states, TrainingCall())
