@@ -113,8 +113,9 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
     state, root = patch_of(model), None if outermost is None else weakref.ref(outermost)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config, state.outermost = config, root
-        if (head := find_head(model)) is not None:
-            _restore_forward(head, all_calls=True)
+        head = find_head(model)
+        while head is not None and head.__dict__.get(STATE) is not None:  # calls that were interrupted
+            _restore_forward(head)
         return
     unpatch(model)  # its hooks were removed by other code
     _drop_graphs()

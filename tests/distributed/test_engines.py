@@ -234,6 +234,7 @@ def test_eager_calls_between_compiled_ones() -> None:
     counter = CompileCounter()
     compiled = torch.compile(model_loss, fullgraph=True, backend=counter)
     for _ in range(3):
+        apply_cce(patched)  # as CCECallback does at each train()
         compiled(patched, inputs).backward()
         assert_same_training(patched, plain, batch())
         assert torch.equal(patched.eval()(**batch()).logits, plain(**batch()).logits)
