@@ -72,9 +72,8 @@ class Patch:
 
     def __post_init__(self) -> None:
         self.filter_state.counters = self.stats
-        self.key = str(
-            self.filter_state.handle
-        )  # of ``_models``; a string, as Dynamo makes numbers that change symbolic
+        # A key of ``_models``; a string, as Dynamo makes numbers that change symbolic
+        self.key = str(self.filter_state.handle)
 
     def __getstate__(self) -> dict[str, Any]:
         replaced = {"forward": None, "outermost": None}  # they refer to modules that may have been replaced since
@@ -162,8 +161,8 @@ def unpatch(model: nn.Module) -> None:
     delattr(model, STATE)
     model.__dict__.pop("cce_stats", None)
     head = find_head(model)
-    for module in () if head is None else head.modules():  # an adapter may have been put around it
-        _restore_forward(module, all_calls=True)
+    if head is not None:
+        _remove_forward(head)
 
 
 def _drop_graphs() -> None:
@@ -194,7 +193,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
     if previous_entry is None and getattr(model, "_is_replica", False):
-        _restore_forward(head, all_calls=True)  # a copied forward that a graph had left uses the original's weights
+        _remove_forward(head)  # a copied forward that a graph had left uses the original's weights
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
@@ -211,15 +210,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         deferring = training or labels
     if deferring:
-        if compiling:
-            _install_while_tracing(state.key)  # before Dynamo guards on the head's forward
         wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
         outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
         if training:
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head, _wrapper_of(head))
+        reason = _why_not_defer(head, compiling)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
@@ -246,6 +243,11 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
     setattr(head, STATE, entry)
 
 
+def _why_not_defer(head: nn.Module, compiling: bool) -> str | None:
+    """Return why ``head`` does not allow deferring its matmul, or None."""
+    return tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head, _wrapper_of(head))
+
+
 def _wrapper_of(head: nn.Module) -> Any:
     """Return what others, such as accelerate, have replaced the head's forward by, or None."""
     forward = head.__dict__.get("forward")
@@ -270,7 +272,7 @@ def _install_while_tracing(key: str) -> None:
     if (model := _models.get(key)) is None:
         return
     head, state = find_head(model), patch_of(model)
-    if head is not None and state is not None and why_not_defer(head, _wrapper_of(head)) is None:
+    if head is not None and state is not None and _why_not_defer(head, compiling=True) is None:
         head.forward = _forward_of(model, state, head)
 
 
@@ -360,7 +362,7 @@ def _is_deferring_forward(forward: Any) -> TypeGuard[functools.partial[Any]]:
     return isinstance(forward, functools.partial) and forward.func is _deferring_forward
 
 
-def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
+def _restore_forward(head: nn.Module) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
@@ -372,20 +374,25 @@ def _restore_forward(head: nn.Module, all_calls: bool = False) -> _Entry | None:
         if entry is not None:
             setattr(head, STATE, None)
         return entry
-    if entry is not None and entry.previous_entry is not None and not all_calls:
+    if entry is not None and entry.previous_entry is not None:
         setattr(head, STATE, entry.previous_entry)
         return entry
     head.__dict__.pop(STATE, None)
-    if not all_calls and (entry is None or entry.keeps_forward):
-        return entry
-    forward = head.__dict__.get("forward")
-    if _is_deferring_forward(forward):
-        previous = forward.args[1]
-        if previous is None:
-            del head.forward
-        else:
-            head.forward = previous
+    if entry is not None and not entry.keeps_forward:
+        _remove_forward(head)
     return entry
+
+
+def _remove_forward(head: nn.Module) -> None:
+    """End all calls, and give the head and the layers inside an adapter on it their own forwards back."""
+    for module in head.modules():
+        module.__dict__.pop(STATE, None)
+        forward = module.__dict__.get("forward")
+        if _is_deferring_forward(forward):
+            if forward.args[1] is None:
+                del module.forward
+            else:
+                module.forward = forward.args[1]
 
 
 def _has_labels(state: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

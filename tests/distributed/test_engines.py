@@ -378,12 +378,16 @@ def test_data_parallel_replica_returns_tensors() -> None:
     assert patch_of(model).forward is None, "the model would keep a replica's head alive"
 
 
-def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head() -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head(lora: bool) -> None:
     model = apply_cce(tiny_llama())
     torch._dynamo.reset()
     torch.compile(model_loss, backend="eager")(model, {**batch(), "use_cache": False})
+    if lora:
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     replica = replica_of(model.eval())
-    replica.lm_head.weight = replica.lm_head.weight * 2
+    layer = replica.lm_head.base_layer if lora else replica.lm_head
+    layer.weight = layer.weight * 2
     assert torch.equal(replica(**batch(), use_cache=False).logits, 2 * model(**batch(), use_cache=False).logits)
 
 
