@@ -76,8 +76,8 @@ class Patch:
         self.key = str(self.filter_state.handle)
 
     def __getstate__(self) -> dict[str, Any]:
-        replaced = {"forward": None, "outermost": None}  # they refer to modules that may have been replaced since
-        return {**vars(self), **replaced}
+        # The last two refer to modules that may have been replaced since
+        return {**vars(self), "forward": None, "outermost": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         peft_tuner.install()  # the process that unpickles a model may not have called ``patch``

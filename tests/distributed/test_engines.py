@@ -246,6 +246,16 @@ def test_eager_calls_between_compiled_ones() -> None:
     assert module_state(patched) == module_state(plain)
 
 
+def test_compiled_call_leaves_a_head_that_cannot_defer_as_it_was() -> None:
+    """A forward of ours around the head's would hide what tensor parallelism has put there."""
+    patched = apply_cce(tiny_llama())
+    patched.lm_head._hf_tp_plan = "colwise"
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="a head under tensor parallelism"):
+        torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
+    assert "forward" not in patched.lm_head.__dict__
+
+
 def test_models_that_share_a_head_are_compiled_once() -> None:
     first, second = tiny_llama(), tiny_llama()
     second.lm_head = first.lm_head
