@@ -56,11 +56,12 @@ class LazyTensor:
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self.HANDLERS.get(name)
-        kwargs = {_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
         if handler is None or self._is_stale or "out" in kwargs:
             return NotImplemented
-        if not torch.compiler.is_compiling() and not _accepts(handler, frozenset(kwargs)):
-            return NotImplemented
+        if len(kwargs) > 0:
+            kwargs = {_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
+            if not torch.compiler.is_compiling() and not _accepts(handler, frozenset(kwargs)):
+                return NotImplemented
         return handler(self, *args, **kwargs)
 
     @classmethod
@@ -397,16 +398,18 @@ class RecordedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool) -> Any:
-        ctx.meta, ctx.op, ctx.call = source.recipe.meta, op, recipe.call
-        # The source's values may be modified in place. Autograd frees the saved operands after the backward pass.
-        ctx.recipe, ctx.storage = source.recipe.without_operands(), weakref.ref(source.shared_storage)
-        ctx.save_for_backward(*((source, *source.recipe.operands) if nonlinear else ()))
+        ctx.meta, ctx.op, ctx.call, ctx.recipe = source.meta, op, recipe.call, None
+        if nonlinear:
+            # The source's values may be modified in place. Autograd frees the saved operands after the backward pass.
+            ctx.recipe, ctx.storage = source.recipe.without_operands(), weakref.ref(source.shared_storage)
+            ctx.save_for_backward(source, *source.recipe.operands)
         return type(source)(recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved, meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
-        recipe, storage = ctx.recipe, ctx.storage()
+        recipe, op = ctx.recipe, ctx.op
+        storage: Any = None if recipe is None else ctx.storage()
 
         def vjp(grad: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -423,7 +426,7 @@ class RecordedOp(torch.autograd.Function):
                         .detach()
                         .requires_grad_()
                     )
-                return torch.autograd.grad(ctx.op(x), x, grad, create_graph=create_graph)[0]
+                return torch.autograd.grad(op(x), x, grad, create_graph=create_graph)[0]
 
         losses, dense = _split(grad)
         grad_source = None if dense is None else vjp(dense)
@@ -445,7 +448,7 @@ class FusedResult(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
         ctx.save_for_backward(*results, *recipe.leaves, *recipe.operands)
-        ctx.meta, ctx.recipe, ctx.native = recipe.meta, recipe.without_operands(), native
+        ctx.meta, ctx.recipe, ctx.native = logits.meta, recipe.without_operands(), native
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
 
@@ -480,7 +483,7 @@ class FullLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any, values: Tensor) -> Tensor:
-        ctx.meta, ctx.call = logits.recipe.meta, logits.recipe.call
+        ctx.meta, ctx.call = logits.meta, logits.recipe.call
         ctx.masked_ids = [ids.to(values.device) for _, (ids, _) in logits.recipe.mask_ops()]
         ctx.vocabulary = 1 if logits.recipe.class_first else -1
         return values.detach()

@@ -23,6 +23,7 @@ from hf_cce.deferred.lazy_tensor import (
     HeadOutput,
     LazyTensor,
     RecordedOp,
+    TensorMeta,
     TensorProxy,
     call_as_tensors,
     is_alias,
@@ -114,11 +115,17 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     """Deferred logits in eager code: a ``torch.Tensor`` without storage."""
 
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
+    meta: TensorMeta
+    # Often read by handlers; the properties of torch.Tensor call __torch_function__
+    shape = property(lambda self: self.meta.shape)
+    dtype = property(lambda self: self.meta.dtype)
+    device = property(lambda self: self.meta.device)
+    ndim = property(lambda self: len(self.meta.shape))
 
     def __new__(cls, recipe: Recipe) -> Any:
-        shape, dtype, device = recipe.meta
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.recipe, made.shared_storage = recipe, SharedStorage()
+        meta = recipe.meta
+        made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=meta.device)
+        made.recipe, made.meta, made.shared_storage = recipe, meta, SharedStorage()
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

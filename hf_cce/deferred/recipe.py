@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Recipe:
         return meaning(self.ops)
 
     def replace(self, **changes: Any) -> Recipe:
+        # Not vars(self), which breaks the graphs of torch 2.11
         values = {name: getattr(self, name) for name in _FIELDS}
         values.update(changes)
         return Recipe(**values)
@@ -88,7 +90,8 @@ class Recipe:
         """Return the recipe on detached leaves that stand for the operands."""
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
-        return self.with_operands(*leaves).replace(leaves=leaves, aliases=[], **found)
+        hidden_states, weight, bias = leaves
+        return self.replace(hidden_states=hidden_states, weight=weight, bias=bias, leaves=leaves, aliases=[], **found)
 
     def without_operands(self) -> Recipe:
         return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
@@ -120,7 +123,8 @@ class Recipe:
         return {**inputs, "logit_scale": form[0], "softcap": form[1], "config": self.call.config}
 
     def without_autocast(self) -> Any:
-        return torch.autocast(self.hidden_states.device.type, enabled=False)
+        device = self.hidden_states.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
     def check_fresh(self) -> None:
         if not self.versions:

@@ -108,12 +108,13 @@ class TrainingCall:
         wanted = self.config is not None and self.config.token_stats and self.owner is not None
         return None if not wanted or self.evaluation or torch.compiler.is_compiling() else self.owner.token_sums
 
+    def unsharded(self, *parameters: Any) -> Any:
+        """Return a context in which FSDP2 gathers the head's ``parameters`` if it freed one after a forward or backward pass."""
+        needed = not torch.compiler.is_compiling() and any(map(is_freed, parameters))
+        return self._gather(parameters) if needed else contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def unsharded(self, *parameters: Any) -> Iterator[None]:
-        """Within this block, have FSDP2 gather the head's ``parameters`` if it freed one after a forward or backward pass."""
-        if torch.compiler.is_compiling() or not any(map(is_freed, parameters)):
-            yield
-            return
+    def _gather(self, parameters: tuple[Any, ...]) -> Iterator[None]:
         gathered = []
         try:
             for group in self._fsdp2_groups():

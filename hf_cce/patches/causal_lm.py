@@ -166,8 +166,12 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _drop_graphs() -> None:
-    """Drop all compiled graphs: Dynamo does not guard on a module's hooks, so a compiled call of the model would keep its own."""
-    if "torch._dynamo" in sys.modules:
+    """Drop all compiled graphs: Dynamo does not guard on a module's hooks, so a compiled call of the model would keep its own.
+
+    Only if there are graphs, because on a machine with a GPU ``reset`` imports Inductor, which takes seconds.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters:  # Dynamo's counts of what it has compiled
         torch.compiler.reset()
 
 

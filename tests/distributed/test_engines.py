@@ -330,6 +330,20 @@ def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     assert compiled(**inputs).logits is not None
 
 
+def test_patching_resets_dynamo_only_after_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, a reset imports Inductor."""
+    resets: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    model = tiny_llama()
+    torch._dynamo.utils.counters.clear()
+    apply_cce(model)
+    remove_cce(model)
+    assert resets == []
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    apply_cce(model)
+    assert resets == [True]
+
+
 def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
     inputs = {**batch(), "use_cache": False}
     compiled = torch.compile(lambda model: model(**inputs).logits, fullgraph=True, backend="eager")
