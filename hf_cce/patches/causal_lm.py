@@ -255,7 +255,10 @@ def _wrapper_of(head: nn.Module) -> Any:
 
 
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
-    forward, previous = state.forward, _wrapper_of(head)
+    forward, previous = head.__dict__.get("forward"), _wrapper_of(head)
+    if _is_deferring_forward(forward) and forward.args[0] is head:  # of an outer call, or left by a compiled call
+        return forward
+    forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own

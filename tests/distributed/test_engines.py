@@ -185,7 +185,7 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
     plain, patched = twins("llama")
     inputs = {**batch(), "use_cache": False}
     hooks.add_hook_to_module(patched.lm_head, hooks.ModelHook())
-    compiled = torch.compile(lambda: patched(**inputs).loss, backend="eager")
+    compiled = torch.compile(lambda: patched(**inputs).loss, fullgraph=True, backend="eager")
     expected, exact = (model(**inputs).loss for model in (plain, float64_copy(plain)))
     for hooked in (True, False):
         if not hooked:
