@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
-from hf_cce.deferred.lazy_tensor import LazyTensor
+from hf_cce.deferred.lazy_tensor import LazyTensor, keep_out_of_graphs
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
@@ -80,8 +80,7 @@ class Patch:
         return {**vars(self), "forward": None, "outermost": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        peft_tuner.install()  # the process that unpickles a model may not have called ``patch``
-        OptimizerSteps.watch()
+        _prepare()  # the process that unpickles a model may not have called ``patch``
         vars(self).update(state)
         self.__post_init__()
 
@@ -105,10 +104,18 @@ class Patch:
         return output if changed is None else changed
 
 
-def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = None) -> None:
-    """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
+def _prepare() -> None:
+    """Prepare this process for patched models. Not done at import, as it loads Dynamo and PEFT."""
     peft_tuner.install()
     OptimizerSteps.watch()
+    keep_out_of_graphs()
+    torch.compiler.assume_constant_result(_warn_full_logits)
+    torch.compiler.assume_constant_result(_install_while_tracing)
+
+
+def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = None) -> None:
+    """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
+    _prepare()
     state, root = patch_of(model), None if outermost is None else weakref.ref(outermost)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config, state.outermost = config, root
@@ -118,9 +125,6 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
         return
     unpatch(model)  # its hooks were removed by other code
     _drop_graphs()
-    # Not at import, as it loads Dynamo; models have loaded it by now
-    torch.compiler.assume_constant_result(_warn_full_logits)
-    torch.compiler.assume_constant_result(_install_while_tracing)
     state = Patch(config, labels_position(type(model)), outermost=root)
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),

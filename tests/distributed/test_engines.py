@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -437,6 +440,26 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
         patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x)
     )
     assert_fused(patched)
+
+
+def test_compiled_calls_of_an_unpickled_model_in_a_new_process() -> None:
+    """Nothing but unpickling tells Dynamo how to trace our functions."""
+    code = """
+import pickle, sys, torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+model, inputs = pickle.load(sys.stdin.buffer)
+class Head(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+model.lm_head.__class__ = Head
+torch.compile(model, fullgraph=True, backend="eager")(**inputs)  # warns while it is traced
+model.lm_head.__class__ = torch.nn.Linear
+add_hook_to_module(model.lm_head, AlignDevicesHook("cpu"))  # its calls interrupt the graph
+torch.compile(model, backend="eager")(**inputs)
+assert model._hf_cce.stats.fused == 1
+"""
+    data = pickle.dumps((apply_cce(tiny_llama()), {**batch(), "use_cache": False}))
+    subprocess.run([sys.executable, "-c", code], input=data, check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("offload", [False, True])
