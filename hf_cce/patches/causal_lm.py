@@ -230,8 +230,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _install_forward(model, state, head, _Entry(call, previous_entry))
             return
         if training:
-            if compiling:
-                _warn_full_logits(reason)
             call.note_refused(reason)
             call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
@@ -438,6 +436,8 @@ def _note_bypass(state: Patch) -> None:
 def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
+        if call.full_logits and call.fused == 0:
+            _warn_full_logits(_why_unfused(call))
         return
     call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
@@ -454,10 +454,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     missed = call.fused == 0
     state.stats.missed += missed
     if (missed or call.reasons) and not state.warned:
-        why = "; ".join(dict.fromkeys(call.reasons))
-        if not why and call.full_logits:
-            why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
-        why = why or "its loss is not a cross entropy of its LM head's output"
+        why = _why_unfused(call)
         known = bool(call.reasons) and not call.unknown_adapter
         adapter = None if known or head is None else adapter_in(head)
         if adapter is not None:
@@ -471,6 +468,14 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
             _warn_full_logits(why)
         else:  # TRL's own fused head, or a loss of the model that takes no logits
             state.warn_unfused(why)
+
+
+def _why_unfused(call: TrainingCall) -> str:
+    """Return why ``call`` did not use the fused loss."""
+    why = "; ".join(dict.fromkeys(call.reasons))
+    if not why and call.full_logits:
+        why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
+    return why or "its loss is not a cross entropy of its LM head's output"
 
 
 def _warn_full_logits(why: str) -> bool:

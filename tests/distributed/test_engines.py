@@ -29,7 +29,7 @@ from models import (
     twins,
 )
 from numerics import assert_accurate
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, OFTConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
@@ -257,6 +257,27 @@ def test_compiled_call_leaves_a_head_that_cannot_defer_as_it_was() -> None:
     with pytest.warns(UserWarning, match="a head under tensor parallelism"):
         torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
     assert "forward" not in patched.lm_head.__dict__
+
+
+@pytest.mark.parametrize("reason", ["needs the full logits", "computes more than one linear layer"])
+def test_compiled_call_that_needs_full_logits_warns(reason: str) -> None:
+    plain, patched = twins()
+    for model in (plain, patched):
+        if reason == "needs the full logits":
+            model.loss_function = lambda logits, labels, **_: (1.0 - logits.float()).square().mean()
+        else:  # in a graph, this adapter's own product cannot be deferred
+            torch.manual_seed(0)
+            get_peft_model(model, OFTConfig(target_modules=["lm_head"], oft_block_size=4))
+    torch._dynamo.reset()
+    compiled = torch.compile(model_loss, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match=reason):
+        assert_same_training(
+            patched,
+            plain,
+            {**batch(), "use_cache": False},
+            loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x),
+        )
+    assert stats(patched).fused == 0
 
 
 def test_models_that_share_a_head_are_compiled_once() -> None:
