@@ -5,7 +5,8 @@ or to a trainer that computes one. Versions: transformers 5.0 and newer, read an
 when Transformers offers a hook between the head and the loss.
 
 How: two module hooks on the model, module-level functions without closures. Before such a call the head's ``forward`` is
-replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored.
+replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored. After a
+compiled call it stays replaced, see ``_restore_forward``.
 
 Hooks leave ``model.forward`` unchanged: Trainer and ``generate`` inspect its signature, accelerate, TRL and DeepSpeed wrap it,
 and copies, pickles and DataParallel replicas keep working. (A new forward that closes over the original bound method would
@@ -49,7 +50,7 @@ class _Entry(NamedTuple):
     call: TrainingCall | None  # None: use the head's own forward
     previous_entry: Any = None  # the entry of the call that this one interrupts
     is_nested: bool = False  # the call belongs to a patched model that contains this one
-    keeps_forward: bool = False  # a graph has replaced the head's forward before this call
+    keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
 
 
 # Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
@@ -120,7 +121,7 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config, state.outermost = config, root
         head = find_head(model)
-        while head is not None and head.__dict__.get(STATE) is not None:  # calls that were interrupted
+        while head is not None and head.__dict__.get(STATE) is not None:  # left by calls that Ctrl-C interrupted
             _restore_forward(head)
         return
     unpatch(model)  # its hooks were removed by other code
@@ -197,7 +198,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
     if previous_entry is None and getattr(model, "_is_replica", False):
-        _remove_forward(head)  # a copied forward that a graph had left uses the original's weights
+        _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
@@ -338,7 +339,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return None
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling() and entry is not None and entry.call is not None and entry.call.owner is not state:
-        return None  # of a patched model that contains this one
+        return None  # the call belongs to a patched model that contains this one
     entry = _restore_forward(head)
     call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):
@@ -371,8 +372,8 @@ def _restore_forward(head: nn.Module) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
-    replaced forward stays, without a call, and does what the original does; so it does after eager calls, as otherwise the next
-    compiled call would be traced again. ``unpatch`` removes it.
+    replaced forward stays, without a call, and does what the original does. Later eager calls leave it there too, because
+    without it the next compiled call would be traced again. ``unpatch`` removes it.
     """
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling():
