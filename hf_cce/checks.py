@@ -62,9 +62,9 @@ def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None
 
 
 def check_numbers(**options: object) -> None:
-    """Raise unless every option is a finite number. A tensor that requires grad is refused: it would get no gradient.
+    """Raise unless every option is a finite number, or a tensor of one number without ``requires_grad``.
 
-    Other tensors are accepted without reading their value; ``to_number`` converts them.
+    The value of a tensor is not read; ``to_number`` converts it.
     """
     for name, value in options.items():
         if isinstance(value, Tensor):

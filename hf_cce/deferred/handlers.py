@@ -322,7 +322,7 @@ def _loss(
     ):
         return NotImplemented
     if weight is not None:
-        # Autocast casts logits and class weights
+        # Autocast casts logits and class weights in half precision to float32
         cast = accumulation_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
         fits = weight.shape == (x.recipe.weight.shape[0],) and weight.dtype in (x.dtype, cast)
         plain_weight = fits and not weight.requires_grad

@@ -175,13 +175,12 @@ class TrainingCall:
 
     def note_full_logits(self) -> None:
         """Count full logits computed by the head, once per call, although each layer of an adapted head may compute some."""
-        if not (torch.compiler.is_compiling() or self.full_logits):
-            self.full_logits = True
+        if not (self.full_logits or torch.compiler.is_compiling()):
             self.stats.materialized += 1
+        self.full_logits = True
 
     def note_refused(self, why: str) -> None:
-        if not torch.compiler.is_compiling():
-            self.reasons.append(why)
+        self.reasons.append(why)
 
 
 def is_freed(parameter: Any) -> bool:

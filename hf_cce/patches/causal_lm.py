@@ -5,7 +5,8 @@ or to a trainer that computes one. Versions: transformers 5.0 and newer, read an
 when Transformers offers a hook between the head and the loss.
 
 How: two module hooks on the model, module-level functions without closures. Before such a call the head's ``forward`` is
-replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored.
+replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored. After a
+compiled call it stays replaced, see ``_restore_forward``.
 
 Hooks leave ``model.forward`` unchanged: Trainer and ``generate`` inspect its signature, accelerate, TRL and DeepSpeed wrap it,
 and copies, pickles and DataParallel replicas keep working. (A new forward that closes over the original bound method would
@@ -33,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
-from hf_cce.deferred.lazy_tensor import LazyTensor
+from hf_cce.deferred.lazy_tensor import LazyTensor, keep_out_of_graphs
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
@@ -49,7 +50,7 @@ class _Entry(NamedTuple):
     call: TrainingCall | None  # None: use the head's own forward
     previous_entry: Any = None  # the entry of the call that this one interrupts
     is_nested: bool = False  # the call belongs to a patched model that contains this one
-    keeps_forward: bool = False  # a graph has replaced the head's forward before this call
+    keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
 
 
 # Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
@@ -80,8 +81,7 @@ class Patch:
         return {**vars(self), "forward": None, "outermost": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        peft_tuner.install()  # the process that unpickles a model may not have called ``patch``
-        OptimizerSteps.watch()
+        _prepare()  # the process that unpickles a model may not have called ``patch``
         vars(self).update(state)
         self.__post_init__()
 
@@ -105,22 +105,27 @@ class Patch:
         return output if changed is None else changed
 
 
-def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = None) -> None:
-    """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
+def _prepare() -> None:
+    """Prepare this process for patched models. Not done at import, as it loads Dynamo and PEFT."""
     peft_tuner.install()
     OptimizerSteps.watch()
+    keep_out_of_graphs()
+    torch.compiler.assume_constant_result(_warn_full_logits)
+    torch.compiler.assume_constant_result(_install_while_tracing)
+
+
+def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = None) -> None:
+    """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
+    _prepare()
     state, root = patch_of(model), None if outermost is None else weakref.ref(outermost)
     if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
         state.config, state.outermost = config, root
         head = find_head(model)
-        while head is not None and head.__dict__.get(STATE) is not None:  # calls that were interrupted
+        while head is not None and head.__dict__.get(STATE) is not None:  # left by calls that Ctrl-C interrupted
             _restore_forward(head)
         return
     unpatch(model)  # its hooks were removed by other code
     _drop_graphs()
-    # Not at import, as it loads Dynamo; models have loaded it by now
-    torch.compiler.assume_constant_result(_warn_full_logits)
-    torch.compiler.assume_constant_result(_install_while_tracing)
     state = Patch(config, labels_position(type(model)), outermost=root)
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
@@ -197,7 +202,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
     if previous_entry is None and getattr(model, "_is_replica", False):
-        _remove_forward(head)  # a copied forward that a graph had left uses the original's weights
+        _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
@@ -230,8 +235,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _install_forward(model, state, head, _Entry(call, previous_entry))
             return
         if training:
-            if compiling:
-                _warn_full_logits(reason)
             call.note_refused(reason)
             call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
@@ -259,7 +262,10 @@ def _wrapper_of(head: nn.Module) -> Any:
 
 
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
-    forward, previous = state.forward, _wrapper_of(head)
+    forward, previous = head.__dict__.get("forward"), _wrapper_of(head)
+    if _is_deferring_forward(forward) and forward.args[0] is head:  # of an outer call, or left by a compiled call
+        return forward
+    forward = state.forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
         forward = functools.partial(_deferring_forward, head, previous)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
@@ -337,7 +343,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         return None
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling() and entry is not None and entry.call is not None and entry.call.owner is not state:
-        return None  # of a patched model that contains this one
+        return None  # the call belongs to a patched model that contains this one
     entry = _restore_forward(head)
     call = None if entry is None or entry.is_nested else entry.call
     if kwargs.get("fused_lm_head"):
@@ -370,8 +376,8 @@ def _restore_forward(head: nn.Module) -> _Entry | None:
     """End the current call and restore the entry of the call that it interrupted, or else the head's own forward.
 
     Dynamo turns setting and deleting an attribute in one graph into deleting an attribute that never existed. So in a graph the
-    replaced forward stays, without a call, and does what the original does; so it does after eager calls, as otherwise the next
-    compiled call would be traced again. ``unpatch`` removes it.
+    replaced forward stays, without a call, and does what the original does. Later eager calls leave it there too, because
+    without it the next compiled call would be traced again. ``unpatch`` removes it.
     """
     entry = head.__dict__.get(STATE)
     if torch.compiler.is_compiling():
@@ -435,6 +441,8 @@ def _note_bypass(state: Patch) -> None:
 def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
+        if call.full_logits and call.fused == 0:
+            _warn_full_logits(_why_unfused(call))
         return
     call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
@@ -451,10 +459,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     missed = call.fused == 0
     state.stats.missed += missed
     if (missed or call.reasons) and not state.warned:
-        why = "; ".join(dict.fromkeys(call.reasons))
-        if not why and call.full_logits:
-            why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
-        why = why or "its loss is not a cross entropy of its LM head's output"
+        why = _why_unfused(call)
         known = bool(call.reasons) and not call.unknown_adapter
         adapter = None if known or head is None else adapter_in(head)
         if adapter is not None:
@@ -468,6 +473,14 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
             _warn_full_logits(why)
         else:  # TRL's own fused head, or a loss of the model that takes no logits
             state.warn_unfused(why)
+
+
+def _why_unfused(call: TrainingCall) -> str:
+    """Return why ``call`` did not use the fused loss."""
+    why = "; ".join(dict.fromkeys(call.reasons))
+    if not why and call.full_logits:
+        why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
+    return why or "its loss is not a cross entropy of its LM head's output"
 
 
 def _warn_full_logits(why: str) -> bool:

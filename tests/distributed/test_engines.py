@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from models import (
     twins,
 )
 from numerics import assert_accurate
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, OFTConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
@@ -185,7 +188,7 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
     plain, patched = twins("llama")
     inputs = {**batch(), "use_cache": False}
     hooks.add_hook_to_module(patched.lm_head, hooks.ModelHook())
-    compiled = torch.compile(lambda: patched(**inputs).loss, backend="eager")
+    compiled = torch.compile(lambda: patched(**inputs).loss, fullgraph=True, backend="eager")
     expected, exact = (model(**inputs).loss for model in (plain, float64_copy(plain)))
     for hooked in (True, False):
         if not hooked:
@@ -254,6 +257,27 @@ def test_compiled_call_leaves_a_head_that_cannot_defer_as_it_was() -> None:
     with pytest.warns(UserWarning, match="a head under tensor parallelism"):
         torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
     assert "forward" not in patched.lm_head.__dict__
+
+
+@pytest.mark.parametrize("reason", ["needs the full logits", "computes more than one linear layer"])
+def test_compiled_call_that_needs_full_logits_warns(reason: str) -> None:
+    plain, patched = twins()
+    for model in (plain, patched):
+        if reason == "needs the full logits":
+            model.loss_function = lambda logits, labels, **_: (1.0 - logits.float()).square().mean()
+        else:  # in a graph, this adapter's own product cannot be deferred
+            torch.manual_seed(0)
+            get_peft_model(model, OFTConfig(target_modules=["lm_head"], oft_block_size=4))
+    torch._dynamo.reset()
+    compiled = torch.compile(model_loss, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match=reason):
+        assert_same_training(
+            patched,
+            plain,
+            {**batch(), "use_cache": False},
+            loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x),
+        )
+    assert stats(patched).fused == 0
 
 
 def test_models_that_share_a_head_are_compiled_once() -> None:
@@ -451,6 +475,26 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
         patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x)
     )
     assert_fused(patched)
+
+
+def test_compiled_calls_of_an_unpickled_model_in_a_new_process() -> None:
+    """Nothing but unpickling tells Dynamo how to trace our functions."""
+    code = """
+import pickle, sys, torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+model, inputs = pickle.load(sys.stdin.buffer)
+class Head(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+model.lm_head.__class__ = Head
+torch.compile(model, fullgraph=True, backend="eager")(**inputs)  # warns while it is traced
+model.lm_head.__class__ = torch.nn.Linear
+add_hook_to_module(model.lm_head, AlignDevicesHook("cpu"))  # its calls interrupt the graph
+torch.compile(model, backend="eager")(**inputs)
+assert model._hf_cce.stats.fused == 1
+"""
+    data = pickle.dumps((apply_cce(tiny_llama()), {**batch(), "use_cache": False}))
+    subprocess.run([sys.executable, "-c", code], input=data, check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("offload", [False, True])
