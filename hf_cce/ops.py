@@ -52,6 +52,14 @@ def compute_context(x: Tensor) -> AbstractContextManager[Any]:
     return stack
 
 
+def _aligned_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Inputs:
+    """Return ``Inputs`` whose labels start at a multiple of 16 bytes; for others Triton compiles another version of each kernel.
+
+    The loss of Transformers passes a view, ``labels[:, 1:]``, if the batch is one sequence.
+    """
+    return Inputs(hidden, weight, bias, labels.clone() if labels.data_ptr() % 16 else labels)
+
+
 def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...], Saved]:
     """Return (strategy, outputs, tensors to save). The strategy is replaced by a PyTorch one if a kernel does not compile."""
 
@@ -117,7 +125,7 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 )
 def logit_stats(*arguments: Any) -> tuple[Tensor, ...]:
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
-    x, wanted, spec = Inputs(*arguments[:4]), WantedStats(*arguments[4:8]), _spec_of(arguments[8:])
+    x, wanted, spec = _aligned_inputs(*arguments[:4]), WantedStats(*arguments[4:8]), _spec_of(arguments[8:])
     return tuple(_forward(dispatch_statistics(x, spec, wanted, None), x)[1])
 
 
@@ -147,7 +155,7 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
 )
 def logit_stats_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of hidden [N, D], weight [V, D] and bias [V] in the inputs' dtypes; empty where not needed."""
-    grads, x, (lse, entropy) = TokenGrads(*arguments[:4]), Inputs(*arguments[4:8]), arguments[8:10]
+    grads, x, (lse, entropy) = TokenGrads(*arguments[:4]), _aligned_inputs(*arguments[4:8]), arguments[8:10]
     spec, device = _spec_of(arguments[10:]), x.hidden.device
     triton = choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
     with compute_context(x.hidden):
@@ -232,7 +240,7 @@ def cross_entropy_op(
     (0 if ``num_items`` is 0), else 1 / the number of labels that are not ignored. ``filter_state`` is the handle of a
     FilterState, or 0; ``counted`` increments the counters of its model.
     """
-    x, spec = Inputs(hidden, weight, bias, labels), _spec_of(options)
+    x, spec = _aligned_inputs(hidden, weight, bias, labels), _spec_of(options)
     state = FilterState.of(filter_state)
     if counted and state is not None and state.counters is not None:
         state.counters.calls += 1
@@ -296,7 +304,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, strategy: Strategy, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, ...]:
-        x = Inputs(hidden, weight, bias, labels)
+        x = _aligned_inputs(hidden, weight, bias, labels)
         strategy, outputs, saved = _forward(strategy, x)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*strategy.non_differentiable_outputs(outputs))

@@ -29,7 +29,7 @@ from peak_memory import PeakMemory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
+from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs, ops
 
 # Every N, D and V that the project promises, though not every combination.
 SHAPES = [(1, 64, 151936), (7, 1000, 128256), (128, 576, 50257), (1000, 64, 49152), (7, 2304, 32000), (1000, 1000, 99)]
@@ -481,3 +481,21 @@ for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward
 """
     counted = [line.split() for line in python(code).splitlines()]
     assert len(counted) == 12 and all(actual == expected for actual, expected in counted)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("loss", ["linear_cross_entropy", "linear_log_probs"])
+def test_strategies_get_aligned_labels(loss: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles other kernels for addresses that are not a multiple of 16, as those of ``labels[:, 1:]``."""
+    seen: list[int] = []
+    forward = ops._forward
+    monkeypatch.setattr(
+        ops, "_forward", lambda strategy, x: seen.append(x.labels.data_ptr() % 16) or forward(strategy, x)
+    )
+    function = {"linear_cross_entropy": linear_cross_entropy, "linear_log_probs": linear_log_probs}[loss]
+    called = torch.compile(function, backend="eager") if compiled else function
+    hidden, weight, labels = torch.randn(8, 4), torch.randn(16, 4), torch.randint(16, (9,))
+    expected = function(hidden, weight, labels[1:].clone())
+    torch.testing.assert_close(called(hidden, weight, labels[1:]), expected, rtol=0, atol=0)
+    assert labels[1:].data_ptr() % 16 == 8
+    assert seen == [0, 0]
