@@ -1,10 +1,10 @@
 """Measure the first forward and backward of a loss in fresh processes: with an empty compile cache, then with a full one.
 
 Each process creates the inputs and an optimizer first, so that only the loss's startup is timed: imports, compilation, first
-launches. Triton's and torch.compile's caches are in a folder of the run. With --step, the first training step of a two-layer
-Llama is timed instead.
+launches. Triton's and torch.compile's caches are in a folder of the run. With --steps, the first 40 training steps of a
+two-layer Llama on one sequence are timed instead, including ``apply_cce``: later steps may compile kernels too.
 
-usage: python -m benchmarks.first --json OUT.json [--peers hf_cce "apple cce" …] [--step]
+usage: python -m benchmarks.first --json OUT.json [--peers hf_cce "apple cce" …] [--steps]
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def first_call(name: str, shape: tuple[int, int, int], device: torch.device) -> 
     return {"first_s": imported + first, "second_s": second}
 
 
-def first_step(name: str, shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
-    """Time the first and second training step in this process (forward and backward), including installing the loss."""
+def first_steps(name: str, shape: tuple[int, int, int], device: torch.device, count: int = 40) -> dict[str, Any]:
+    """Time installing the loss and the first ``count`` training steps in this process (forward and backward)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     n, d, v = shape
@@ -81,11 +81,10 @@ def first_step(name: str, shape: tuple[int, int, int], device: torch.device) -> 
         return {"missing": str(error)}
     installed = time.perf_counter() - began
     torch.optim.AdamW(model.parameters())
-    sequence = min(n, 2048)
-    ids = torch.randint(v, (n // sequence, sequence), device=device)
+    ids = torch.randint(v, (1, n), device=device)
     machine.synchronize(device)
-    first, second = (seconds_of(lambda: model(input_ids=ids, labels=ids).loss, device) for _ in range(2))
-    return {"install_s": installed, "first_s": first, "second_s": second}
+    first, *later = (seconds_of(lambda: model(input_ids=ids, labels=ids).loss, device) for _ in range(count))
+    return {"first_s": installed + first + sum(later), "install_s": installed, "step_s": first, "slowest_later_s": max(later)}
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         runs = []
         for _ in range(args.times):
             done = subprocess.run(
-                [*command, *(["--step"] if args.step else [])], env={**os.environ, **caches}, capture_output=True, text=True,
+                [*command, *(["--steps"] if args.steps else [])], env={**os.environ, **caches}, capture_output=True, text=True,
                 check=False,
             )  # fmt: skip
             if done.returncode:
@@ -110,17 +109,17 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = f"{', '.join(BUILDERS)}; with --step {', '.join(LOSSES)}"
+    known = f"{', '.join(BUILDERS)}; with --steps {', '.join(LOSSES)}"
     parser.add_argument("--peers", nargs="+", metavar="PEER", help=known)
-    parser.add_argument("--step", action="store_true", help="of a whole training step of a small model")
+    parser.add_argument("--steps", action="store_true", help="of 40 training steps of a small model")
     parser.add_argument("--shape", nargs=3, type=int, default=SHAPE, metavar=("N", "D", "V"))
     parser.add_argument("--times", type=int, default=3, help="processes, the first with an empty cache")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--here", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    args.peers = args.peers or (DEFAULT_STEP_LOSSES if args.step else DEFAULT_PEERS)
-    known_names = LOSSES if args.step else BUILDERS
+    args.peers = args.peers or (DEFAULT_STEP_LOSSES if args.steps else DEFAULT_PEERS)
+    known_names = LOSSES if args.steps else BUILDERS
     if unknown := [name for name in args.peers if name not in known_names]:
         parser.error(f"--peers: {unknown[0]!r} is none of {', '.join(known_names)}")
     return args
@@ -131,13 +130,13 @@ def main(arguments: list[str] | None = None) -> int:
     n, d, v = args.shape
     device = torch.device(args.device)
     if args.here:
-        print(json.dumps((first_step if args.step else first_call)(args.here, (n, d, v), device)))
+        print(json.dumps((first_steps if args.steps else first_call)(args.here, (n, d, v), device)))
         return 0
     results: dict[str, dict[str, Any]] = {}
     report = {
         **origin("benchmarks.first", arguments, device, *PACKAGES),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "of": "training step of a Llama of two layers" if args.step else "forward and backward of the loss",
+        "of": "40 training steps of a Llama of two layers" if args.steps else "forward and backward of the loss",
         "shape": {"tokens": n, "hidden_size": d, "vocab_size": v},
         "results": results,
     }
