@@ -385,6 +385,11 @@ COMPARISONS: dict[str, Callable[[Any], Any]] = {
         z.gather(-1, INDEX).sub_(100), z.amax(-1).add_(100), z.topk(3).values.div_(0.1), z > 0,
     )[3],
     "ids that change": lambda z: (lambda ids: (z.gather(-1, ids), ids.zero_(), z > 0)[2])(INDEX.clone()),
+    "the most likely against the maximum": lambda z: z.gather(-1, z.argmax(-1, keepdim=True)) == z.amax(-1, keepdim=True),
+    "entries against the five largest": lambda z: (
+        lambda top: (z.gather(-1, top.indices[..., 1:2]) == top.values[..., 1:2], z.gather(-1, top.indices) == top.values)
+    )(z.topk(5)),
+    "the maximum after no entries": lambda z: (z.gather(-1, INDEX[..., :0]), z == z.amax(-1, keepdim=True))[1].sum(-1),
     "by rows of computed logits": lambda z: (
         lambda flat: (flat > 0, flat[torch.arange(len(flat)), flat.argmax(-1)] == flat.amax(-1))
     )(z.flatten(0, 1)),
