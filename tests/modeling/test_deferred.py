@@ -270,6 +270,15 @@ def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], wi
         assert_accurate(grad, other, best, f"{name}: gradient {position}")
 
 
+@pytest.mark.parametrize("name", FUSED_OPS)
+def test_results_of_float64_logits(name: str) -> None:
+    """A caller who casts the logits to float64 may write the results into float64 tensors, which reject float32."""
+    actual, twin = (
+        run_on_logits(lambda x: FUSED_OPS[name](x.double()), torch.float32, made)[0] for made in (True, False)
+    )
+    assert actual.dtype == twin.dtype
+
+
 def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def use_logits(logits: Any) -> Any:
         write(logits)
