@@ -80,9 +80,17 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
-HANDLERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
 HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
+
+
+@implements("contiguous")
+def _contiguous(x: Any) -> Any:
+    """Return ``x`` itself or, where torch would copy, a copy: a write to it must not change ``x``."""
+    r = x.recipe
+    is_part = len(r.leaves) > 0 and r.weight is not r.leaves[1]  # of the vocabulary
+    moved = len(r.leaves) == 0 or r.hidden_states is not r.leaves[0]  # what the head returned is contiguous
+    return HANDLERS["clone"](x) if r.class_first or is_part or (moved and not r.hidden_states.is_contiguous()) else x
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -107,7 +115,20 @@ HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = False) -> Any:
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
-    return x._derive(op, lambda r: (r.with_ops() if copies else r).replace(hidden_states=op(r.hidden_states)))
+
+    def change(r: Recipe) -> Recipe:
+        made = op(r.hidden_states)
+        return (r.with_ops() if copies or _is_copy(r, made) else r).replace(hidden_states=made)
+
+    return x._derive(op, change)
+
+
+def _is_copy(r: Recipe, made: Tensor) -> bool:
+    """Return True if torch had to copy the hidden states, as ``reshape`` may: it then copies logits too, which lie alike."""
+    leaf = r.leaves[0] if len(r.leaves) > 0 else None
+    if torch.compiler.is_compiling() or leaf is None or is_dtensor(made) or not leaf.is_contiguous():
+        return False
+    return made.untyped_storage().data_ptr() != r.hidden_states.untyped_storage().data_ptr()
 
 
 @implements("transpose", "permute")
