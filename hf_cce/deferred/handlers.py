@@ -89,8 +89,8 @@ def _contiguous(x: Any) -> Any:
     """Return ``x`` itself or, where torch would copy, a copy: a write to it must not change ``x``."""
     r = x.recipe
     is_part = len(r.leaves) > 0 and r.weight is not r.leaves[1]  # of the vocabulary
-    moved = len(r.leaves) == 0 or r.hidden_states is not r.leaves[0]  # what the head returned is contiguous
-    return HANDLERS["clone"](x) if r.class_first or is_part or (moved and not r.hidden_states.is_contiguous()) else x
+    is_moved = r.hidden_states is not r.laid_out and not r.hidden_states.is_contiguous()
+    return HANDLERS["clone"](x) if r.class_first or is_part or is_moved else x
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -118,15 +118,16 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
 
     def change(r: Recipe) -> Recipe:
         made = op(r.hidden_states)
-        return (r.with_ops() if copies or _is_copy(r, made) else r).replace(hidden_states=made)
+        moved = r.replace(hidden_states=made)
+        return moved.with_ops() if copies or _is_copy(r, made) else moved
 
     return x._derive(op, change)
 
 
 def _is_copy(r: Recipe, made: Tensor) -> bool:
-    """Return True if torch had to copy the hidden states, as ``reshape`` may: it then copies logits too, which lie alike."""
-    leaf = r.leaves[0] if len(r.leaves) > 0 else None
-    if torch.compiler.is_compiling() or leaf is None or is_dtensor(made) or not leaf.is_contiguous():
+    """Return True if torch had to copy the hidden states, as ``reshape`` may: it then copies logits too, if they lie alike."""
+    before = r.laid_out
+    if torch.compiler.is_compiling() or before is None or is_dtensor(made) or not before.is_contiguous():
         return False
     return made.untyped_storage().data_ptr() != r.hidden_states.untyped_storage().data_ptr()
 

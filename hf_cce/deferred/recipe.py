@@ -52,6 +52,7 @@ class Recipe:
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
+    laid_out: Tensor | None = None  # the hidden states when torch would have allocated the logits, contiguous
     # To detect reads after optimizer.step(), which changes the logits. Version counters do not show the changes of FSDP and
     # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes.
     versions: tuple[int | None, ...] = ()  # of the leaves
@@ -88,14 +89,14 @@ class Recipe:
         """Return the recipe on detached leaves that stand for the operands."""
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
-        return self.with_operands(*leaves).replace(leaves=leaves, aliases=[], **found)
+        return self.with_operands(*leaves).replace(leaves=leaves, laid_out=leaves[0], aliases=[], **found)
 
     def without_operands(self) -> Recipe:
-        return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
+        return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), laid_out=None, aliases=())
 
     def with_ops(self, *ops: Op) -> Recipe:
         """Return the recipe with ``ops`` recorded after its own; the result has memory of its own."""
-        return self.replace(ops=(*self.ops, *ops), aliases=[])
+        return self.replace(ops=(*self.ops, *ops), laid_out=self.hidden_states, aliases=[])
 
     def build(self) -> Tensor:
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts

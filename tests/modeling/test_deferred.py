@@ -553,6 +553,14 @@ def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     assert torch.equal(copied.materialize(), F.linear(hidden_states, weight))
 
 
+def test_reading_part_after_write_to_its_reshaped_view_raises() -> None:
+    """The scaled part is contiguous in torch, so ``reshape`` gives a view, although it copies the part's hidden states."""
+    part = lazy_logits(*make_inputs())[:, 1:] * 0.5
+    part.reshape(-1, V).mul_(2.0)
+    with pytest.raises(RuntimeError, match="logits that were modified in place"):
+        part.logsumexp(-1)
+
+
 def test_copies_and_pickles_are_tensors() -> None:
     hidden_states, weight, bias = make_inputs()
     logits = lazy_logits(hidden_states, weight, bias)
