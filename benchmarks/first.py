@@ -84,7 +84,12 @@ def first_steps(name: str, shape: tuple[int, int, int], device: torch.device, co
     ids = torch.randint(v, (1, n), device=device)
     machine.synchronize(device)
     first, *later = (seconds_of(lambda: model(input_ids=ids, labels=ids).loss, device) for _ in range(count))
-    return {"first_s": installed + first + sum(later), "install_s": installed, "step_s": first, "slowest_later_s": max(later)}
+    return {
+        "first_s": installed + first + sum(later),
+        "install_s": installed,
+        "step_s": first,
+        "slowest_later_s": max(later),
+    }
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -80,9 +80,17 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
-HANDLERS["contiguous"] = lambda x, *args, **kwargs: NotImplemented if args or kwargs else x
 HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
+
+
+@implements("contiguous")
+def _contiguous(x: Any) -> Any:
+    """Return ``x`` itself or, where torch would copy, a copy: a write to it must not change ``x``."""
+    r = x.recipe
+    is_part = len(r.leaves) > 0 and r.weight is not r.leaves[1]  # of the vocabulary
+    is_moved = r.hidden_states is not r.laid_out and not r.hidden_states.is_contiguous()
+    return HANDLERS["clone"](x) if r.class_first or is_part or is_moved else x
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -107,7 +115,21 @@ HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = False) -> Any:
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
-    return x._derive(op, lambda r: (r.with_ops() if copies else r).replace(hidden_states=op(r.hidden_states)))
+
+    def change(r: Recipe) -> Recipe:
+        made = op(r.hidden_states)
+        moved = r.replace(hidden_states=made)
+        return moved.with_ops() if copies or _is_copy(r, made) else moved
+
+    return x._derive(op, change)
+
+
+def _is_copy(r: Recipe, made: Tensor) -> bool:
+    """Return True if torch had to copy the hidden states, as ``reshape`` may: it then copies logits too, if they lie alike."""
+    before = r.laid_out
+    if torch.compiler.is_compiling() or before is None or is_dtensor(made) or not before.is_contiguous():
+        return False
+    return made.untyped_storage().data_ptr() != r.hidden_states.untyped_storage().data_ptr()
 
 
 @implements("transpose", "permute")
@@ -404,7 +426,8 @@ def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **
     results = x._compute_fused(fused, lambda z: native(_upcast(z)))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
-    return tuple(value if value is None else value.to(x.device) for value in results)
+    # As cross entropy, float64 for float64 logits
+    return tuple(v if v is None else v.to(x.device, torch.promote_types(v.dtype, x.dtype)) for v in results)
 
 
 def _compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
@@ -461,8 +484,7 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 def _gather(x: Any, dim: Any, index: Any) -> Any:
     """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]; logits keep their dtype.
 
-    If the full logits were computed, they are used. If they are computed later, they get the values that are returned here:
-    code that compares the two, as for the rank of a label, must find equal numbers.
+    If the full logits were computed, they are used.
     """
     found = _meaning_of(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
@@ -483,14 +505,26 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
         return NotImplemented
     else:
         values = x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device, x.dtype)
-    if not torch.compiler.is_compiling():
-        _note_known(x, index, values)
-    return values
+    return values if torch.compiler.is_compiling() else _as_before(x, index, values)
 
 
-def _note_known(x: Any, ids: Tensor, values: Tensor) -> None:
-    """Note which values were returned, in copies that the caller cannot change."""
+def _as_before(x: Any, ids: Tensor, values: Tensor) -> Tensor:
+    """Give ``values`` of the token ids ``ids``, both [..., K], the numbers that were returned before for the same ids.
+
+    Code that compares the logit of a label with the largest one (margins, accuracy) must find equal numbers, but products of
+    other shapes round differently. The numbers are noted for later calls, in copies that the caller cannot change. Full logits
+    that are computed later get them too.
+    """
+    ids = ids.long().contiguous()
+    with torch.no_grad():  # the gradient stays that of ``values``
+        for earlier, known in x.shared_storage.known:
+            if earlier.shape[-1] > 0:
+                ordered, order = earlier.sort(-1)
+                at = torch.searchsorted(ordered, ids).clamp(max=ordered.shape[-1] - 1)
+                same = ordered.gather(-1, at) == ids
+                values.copy_(known.gather(-1, order.gather(-1, at)).to(values).where(same, values))
     x.shared_storage.known.append((ids.clone(), values.detach().clone()))
+    return values
 
 
 HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
@@ -561,13 +595,10 @@ def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = Tr
     if not known or not _can_block(x) or x.shared_storage.values is not None:
         return NotImplemented
     values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
+    values = _as_before(x, ids, values)
     if x.requires_grad and torch.is_grad_enabled():
-        gathered = _gather(x, -1, ids)
-        if gathered is NotImplemented:
-            return NotImplemented
-        values = values + (gathered - gathered.detach()).nan_to_num(0.0)  # -inf - -inf is NaN
-    _note_known(x, ids, values)
-    return torch.return_types.topk((values, ids))
+        values = _gather(x, -1, ids)  # the same numbers, with a gradient
+    return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))
 
 
 @implements("max")

@@ -270,6 +270,15 @@ def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], wi
         assert_accurate(grad, other, best, f"{name}: gradient {position}")
 
 
+@pytest.mark.parametrize("name", FUSED_OPS)
+def test_results_of_float64_logits(name: str) -> None:
+    """A caller who casts the logits to float64 may write the results into float64 tensors, which reject float32."""
+    actual, twin = (
+        run_on_logits(lambda x: FUSED_OPS[name](x.double()), torch.float32, made)[0] for made in (True, False)
+    )
+    assert actual.dtype == twin.dtype
+
+
 def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def use_logits(logits: Any) -> Any:
         write(logits)
@@ -542,6 +551,14 @@ def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
         with pytest.raises(RuntimeError, match="logits that were modified in place"):
             read()
     assert torch.equal(copied.materialize(), F.linear(hidden_states, weight))
+
+
+def test_reading_part_after_write_to_its_reshaped_view_raises() -> None:
+    """The scaled part is contiguous in torch, so ``reshape`` gives a view, although it copies the part's hidden states."""
+    part = lazy_logits(*make_inputs())[:, 1:] * 0.5
+    part.reshape(-1, V).mul_(2.0)
+    with pytest.raises(RuntimeError, match="logits that were modified in place"):
+        part.logsumexp(-1)
 
 
 def test_copies_and_pickles_are_tensors() -> None:
