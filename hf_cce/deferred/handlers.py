@@ -121,7 +121,10 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
         moved = r.replace(hidden_states=made)
         return moved.with_ops() if copies or _is_copy(r, made) else moved
 
-    return x._derive(op, change)
+    derived = x._derive(op, change)
+    if x.base is not None:  # so that a product of parts of two distributions is known to be one of the same logits
+        derived.base = _apply_to_token_dims(x.base, op, copies)
+    return derived
 
 
 def _is_copy(r: Recipe, made: Tensor) -> bool:
@@ -419,10 +422,11 @@ def can_compute_log_probs(x: Any, index: Any = None) -> bool:
 
 def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
+    return _fused_statistics(x, lambda r: result(_compute_log_probs(r, ids, **wanted)), native)
 
-    def fused(r: Recipe) -> tuple[Any, ...]:
-        return result(_compute_log_probs(r, ids, **wanted))
 
+def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
+    """Return ``fused(recipe)``, counted as a fused loss; ``native(z)`` computes the same from full logits z."""
     results = x._compute_fused(fused, lambda z: native(_upcast(z)))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
@@ -497,12 +501,20 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     ):
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
+    scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
-        scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
         values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
-    elif found.kind != "z" or torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
+    elif torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
         return NotImplemented
+    elif found.kind != "z":
+
+        def fused(r: Recipe) -> tuple[Tensor]:
+            lse = _compute_log_probs(r, None, logsumexp=True).logsumexp
+            assert lse is not None
+            return (scaled(_gather_logits(r, index) - lse.unsqueeze(-1)),)
+
+        values = _fused_statistics(x, fused, native)[0]
     else:
         values = x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device, x.dtype)
     return values if torch.compiler.is_compiling() else _as_before(x, index, values)

@@ -199,6 +199,10 @@ def cut(x: Any, whole: Tensor) -> Tensor:
     return whole[:, : x.shape[1]]
 
 
+def several(ids: Tensor) -> Tensor:
+    return torch.stack([ids, V - 1 - ids, ids], -1)
+
+
 # Common operations on the logits of calls without labels; none of them materializes logits.
 FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)),
@@ -207,13 +211,16 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities, indexed by ranges": lambda x: x[:, 0].log_softmax(-1)[range(B), INDEX[:, 0] - V],
     "log-probabilities by rows": lambda x: by_rows(x, cut(x, INDEX)),
     "log-probabilities by temperature": lambda x: F.log_softmax(x / 0.7, -1, dtype=x.dtype).gather(2, cut(x, INDEX)[..., None]),
+    "log-probabilities of several ids": lambda x: x.log_softmax(-1).gather(-1, several(cut(x, INDEX))).square(),
     "probabilities": lambda x: x.softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)).square(),
-    "logits of entries": lambda x: x.gather(-1, torch.stack([cut(x, INDEX), 98 - cut(x, INDEX), cut(x, INDEX)], -1)).square(),
+    "probabilities of several ids": lambda x: (x / 0.7).softmax(-1).gather(-1, several(cut(x, INDEX))).square(),
+    "logits of entries": lambda x: x.gather(-1, several(cut(x, INDEX))).square(),
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
     "entropy from the left": lambda x: torch.sum(x.log_softmax(-1) * -x.softmax(-1), dim=-1, keepdim=True),
     "entropy of the same logits, made twice": lambda x: ((x / 2.0).softmax(-1) * F.log_softmax(x / 2.0, -1)).sum(-1),
+    "entropy of a part": lambda x: (lambda log_p: -(log_p.exp() * log_p).sum(-1))(x.log_softmax(-1)[:, 1:]),
     "entropy by logarithm": lambda x: (lambda p: (p * p.log()).sum(-1))(x.softmax(-1)),
     "entropy by pieces": by_pieces,
     "entropy by logsumexp": lambda x: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1),
@@ -373,7 +380,6 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "new shape in place": lambda x: flat_loss(x.unsqueeze_(0)[0]),
     "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
     "sliced after a write": lambda x: flat_loss(x.add_(CLASS_WEIGHTS)[:, 1:]),
-    "several entries each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
     "mean of tokens": lambda x: x.mean(1),
     "mean, kept": lambda x: x.mean(-1, keepdim=True),
     "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
