@@ -371,6 +371,8 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "written through an alias": written(lambda x: _assign(x.data, MASK, 0.25)),
     "written through a transposed view": written(lambda x: x.transpose(0, 1).mul_(0.5)),
     "new shape in place": lambda x: flat_loss(x.unsqueeze_(0)[0]),
+    "new shape in place, then read": lambda x: (x.transpose_(1, 2), x.reshape(x.shape[0] * x.shape[1], -1))[1],
+    "new dimension in place, then read": lambda x: (x.unsqueeze_(0), x.sum(x.ndim - 2))[1],
     "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
     "sliced after a write": lambda x: flat_loss(x.add_(CLASS_WEIGHTS)[:, 1:]),
     "several entries each": lambda x: x.log_softmax(-1).gather(-1, torch.stack([INDEX, INDEX], -1)),
