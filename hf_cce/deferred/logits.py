@@ -157,8 +157,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         recipe = self.recipe
         with recipe.call.unsharded(recipe.weight, recipe.bias), recipe.without_autocast(), private_saved_tensors():
             if not (self.requires_grad and torch.is_grad_enabled()):
-                with torch.no_grad():
-                    return tuple(None if x is None else x.detach() for x in compute(recipe))
+                with torch.no_grad():  # cloned, because the caller may change them, and ``compute`` may keep them
+                    return tuple(None if x is None else x.detach().clone() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
                 recipe.call.answered = True
                 return FusedResult.apply(self, compute, native)
