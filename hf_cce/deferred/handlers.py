@@ -527,7 +527,12 @@ def _as_before(x: Any, ids: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
+@implements("take_along_dim")
+def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
+    """Like ``_gather``, but ids from -V to -1 count from the end."""
+    if dim is None or not isinstance(indices, Tensor):
+        return NotImplemented
+    return _gather(x, dim, torch.where(indices < 0, indices + x.shape[dim], indices))
 
 
 def _gather_logits(r: Recipe, index: Tensor) -> Tensor:

@@ -203,6 +203,7 @@ def cut(x: Any, whole: Tensor) -> Tensor:
 FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)),
     "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), cut(x, INDEX).unsqueeze(-1), dim=2),
+    "log-probabilities, along, from the end": lambda x: torch.take_along_dim(x.log_softmax(-1), cut(x, INDEX)[..., None] - V, -1),
     "log-probabilities, indexed": lambda x: x[0].log_softmax(-1)[torch.arange(x.shape[1]), cut(x, INDEX)[0]],
     "log-probabilities, indexed by ranges": lambda x: x[:, 0].log_softmax(-1)[range(B), INDEX[:, 0] - V],
     "log-probabilities by rows": lambda x: by_rows(x, cut(x, INDEX)),
