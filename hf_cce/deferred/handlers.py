@@ -616,7 +616,8 @@ def _max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @implements("amax")
 def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    found = _max(x, dim, keepdim)
+    """Return the values of ``_max``. The gradient of ``amax`` is spread over equal entries, which needs full logits."""
+    found = NotImplemented if x.requires_grad and torch.is_grad_enabled() else _max(x, dim, keepdim)
     return found if found is NotImplemented else found.values
 
 

@@ -382,6 +382,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "mean, kept": lambda x: x.mean(-1, keepdim=True),
     "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
     "most likely of all": lambda x: x.argmax(),
+    "the largest, which are often equal in bfloat16": lambda x: x.amax(-1),
     "log-probabilities of a negative scale": lambda x: F.log_softmax(-x, -1).gather(-1, INDEX.unsqueeze(-1)),
     "mean after a write": lambda x: x.add_(1.0).mean(),
     "a part after a write": lambda x: x.add_(1.0).chunk(2)[0],
