@@ -539,7 +539,12 @@ def _as_before(x: Any, ids: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-HANDLERS["take_along_dim"] = lambda x, indices, dim=None: _gather(x, dim, indices)
+@implements("take_along_dim")
+def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
+    """Like ``_gather``, but ids from -V to -1 count from the end."""
+    if dim is None or not isinstance(indices, Tensor):
+        return NotImplemented
+    return _gather(x, dim, torch.where(indices < 0, indices + x.shape[dim], indices))
 
 
 def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
@@ -623,7 +628,8 @@ def _max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @implements("amax")
 def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    found = _max(x, dim, keepdim)
+    """Return the values of ``_max``. The gradient of ``amax`` is spread over equal entries, which needs full logits."""
+    found = NotImplemented if x.requires_grad and torch.is_grad_enabled() else _max(x, dim, keepdim)
     return found if found is NotImplemented else found.values
 
 

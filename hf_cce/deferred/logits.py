@@ -116,11 +116,12 @@ class LazyLogitsTensor(LazyLogits, Tensor):
 
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
     meta: TensorMeta
-    # Often read by handlers; the properties of torch.Tensor call __torch_function__
-    shape = property(lambda self: self.meta.shape)
+    # Often read by handlers; the properties of torch.Tensor call __torch_function__. Stale logits have the shape of the full
+    # logits, which ``unsqueeze_`` or ``transpose_`` may have changed.
+    shape = property(lambda self: Tensor.shape.__get__(self) if self._is_stale else self.meta.shape)  # type: ignore[attr-defined]
     dtype = property(lambda self: self.meta.dtype)
     device = property(lambda self: self.meta.device)
-    ndim = property(lambda self: len(self.meta.shape))
+    ndim = property(lambda self: len(self.shape))
 
     def __new__(cls, recipe: Recipe) -> Any:
         meta = recipe.meta
@@ -156,8 +157,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         recipe = self.recipe
         with recipe.call.unsharded(recipe.weight, recipe.bias), recipe.without_autocast(), private_saved_tensors():
             if not (self.requires_grad and torch.is_grad_enabled()):
-                with torch.no_grad():
-                    return tuple(None if x is None else x.detach() for x in compute(recipe))
+                with torch.no_grad():  # cloned, because the caller may change them, and ``compute`` may keep them
+                    return tuple(None if x is None else x.detach().clone() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
                 recipe.call.answered = True
                 return FusedResult.apply(self, compute, native)
