@@ -42,6 +42,8 @@ CLASS_FIRST = {
     "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "tanh", "log_softmax", "cross_entropy", "nll_loss",
 }  # fmt: skip
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
+# Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
+MOST_IDS = {"z": LARGEST_TOPK, "p": 16, "log p": 16}
 NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 
 
@@ -505,7 +507,7 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     if found.kind != "z" and index.shape[-1] == 1:
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
         values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
-    elif torch.compiler.is_compiling() or is_dtensor(x.recipe.weight):
+    elif torch.compiler.is_compiling() or is_dtensor(x.recipe.weight) or index.shape[-1] > MOST_IDS[str(found.kind)]:
         return NotImplemented
     elif found.kind != "z":
 

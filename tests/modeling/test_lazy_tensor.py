@@ -343,7 +343,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "reused bias": (unchanged, reused_bias, False),
     "ids by index": (unchanged, ids_by_index, False),
     "log-probabilities of ids by index": (
-        unchanged, lambda o: o.loss + o.logits.log_softmax(-1)[0][torch.arange(9)[:, None], torch.arange(20)].sum(), False,
+        unchanged, lambda o: o.loss + o.logits.log_softmax(-1)[0][torch.arange(9)[:, None], torch.arange(20)].sum(), True,
     ),
     "an ellipsis at the end": (unchanged, lambda o: o.loss + o.logits[:, 1:, :10, ...].logsumexp(-1).square().mean(), False),
     "keyword of permute": (unchanged, lambda o: o.loss + torch.permute(o.logits, dims=(0, 2, 1)).square().mean(), True),
