@@ -2,11 +2,12 @@
 
 Errors are judged by the budget of tests/support/numerics.py, which allows for rounding.
 
-    python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 120] [--cpu 24] [--seed 0] [--append]
+    python -m benchmarks.never_slower --out benchmarks/results/never_slower.json [--cuda 160] [--cpu 24] [--seed 0] [--append]
 
-A case is (tokens, hidden size, vocabulary, dtype, device, implementation, frozen head). Both losses run in turn in one process;
-times are medians of pairs. Errors are those of the gradients, relative to float64 full logits; a row shows the gradient for
-which the fused loss compares worst. ``full_ms: null`` means that full logits ran out of memory.
+A case is (tokens, hidden size, vocabulary, dtype, device, implementation, frozen head, reduction). With the reduction "none",
+the losses of the tokens have different weights. Both losses run in turn in one process; times are medians of pairs. Errors are
+those of the gradients, relative to float64 full logits; a row shows the gradient for which the fused loss compares worst.
+``full_ms: null`` means that full logits ran out of memory.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Case:
     device: str
     implementation: str
     frozen: bool
+    reduction: str
 
     @property
     def work(self) -> float:
@@ -57,16 +59,19 @@ class Case:
 
 
 def draw(device: str, count: int, seed: int) -> list[Case]:
-    """Return ``count`` cases that cycle through dtypes, implementations and frozen heads, with random sizes."""
+    """Return ``count`` cases that cycle through dtypes, implementations, frozen heads and reductions, with random sizes."""
     rng = random.Random(f"{device} {seed}")
     cases: list[Case] = []
     dtypes = list(DTYPES) if device == "cuda" else ["float32", "bfloat16"]
-    kinds = [(d, i, f) for d in dtypes for i in ("auto", "portable") for f in (False, True)]
+    kinds = [
+        (d, i, f, r) for r in ("mean", "none") for d in dtypes for i in ("auto", "portable") for f in (False, True)
+    ]
     while len(cases) < count:
-        dtype, implementation, frozen = kinds[len(cases) % len(kinds)]
+        dtype, implementation, frozen, reduction = kinds[len(cases) % len(kinds)]
         tokens = round(2 ** rng.uniform(7, 16 if device == "cuda" else 12))
         tokens = tokens if rng.random() < 0.2 else max(128, 128 * round(tokens / 128))
-        case = Case(tokens, rng.choice(HIDDEN_SIZES), rng.choice(VOCAB_SIZES), dtype, device, implementation, frozen)
+        sizes = (tokens, rng.choice(HIDDEN_SIZES), rng.choice(VOCAB_SIZES))
+        case = Case(*sizes, dtype, device, implementation, frozen, reduction)
         most = MOST_WORK_FLOAT32 if dtype == "float32" else MOST_WORK
         if case.work <= (MOST_WORK_CPU if device == "cpu" else most):
             cases.append(case)
@@ -82,17 +87,22 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
         (0.02 * torch.randn(v, d, device=case.device, generator=generator)).to(dtype).requires_grad_(not case.frozen)
     )
     labels = torch.randint(v, (n,), device=case.device, generator=generator)
+    weights = torch.ones(n, device=case.device) / n
+    if case.reduction == "none":
+        weights *= torch.linspace(0.5, 1.5, n, device=case.device)
     config, state = CCEConfig(implementation=case.implementation), FilterState()  # type: ignore[arg-type]
+    kind: Any = case.reduction
     losses = {
-        "full": lambda: F.cross_entropy(F.linear(hidden, weight).float(), labels),
-        "ours": lambda: linear_cross_entropy(hidden, weight, labels, config=config, filter_state=state),
+        "full": lambda: F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction=kind),
+        "ours": lambda: linear_cross_entropy(hidden, weight, labels, reduction=kind, config=config, filter_state=state),
     }
+    weighed = weights if kind == "none" else None
     parameters = [hidden] if case.frozen else [hidden, weight]
     row: dict[str, Any] = asdict(case)
     gradients: dict[str, list[Tensor]] = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, loss in losses.items():
-        steps[name] = lambda loss=loss: step(loss, parameters)  # type: ignore[misc]
+        steps[name] = lambda loss=loss: step(loss, parameters, weighed)  # type: ignore[misc]
         try:
             row[f"{name}_mib"] = peak_mib(steps[name], parameters, case.device)
             gradients[name] = [x.grad.clone() for x in parameters if x.grad is not None]
@@ -105,7 +115,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
     clear(parameters)
     if case.device == "cuda":
         torch.cuda.empty_cache()
-    exact = reference(hidden.detach(), weight.detach(), labels, case.frozen)
+    exact = reference(hidden.detach(), weight.detach(), labels, weights, case.frozen)
     errors = {name: [relative(x, y) for x, y in zip(found, exact, strict=True)] for name, found in gradients.items()}
     worst = range(len(exact))
     if "full" in errors and "ours" in errors:
@@ -115,9 +125,9 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
     return row
 
 
-def step(loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
+def step(loss: Callable[[], Tensor], parameters: list[Tensor], weights: Tensor | None) -> None:
     clear(parameters)
-    loss().backward()
+    loss().backward(weights)
 
 
 def clear(parameters: list[Tensor]) -> None:
@@ -155,8 +165,8 @@ def paired_times(steps: dict[str, Callable[[], None]], pairs: int, device: str) 
     return found
 
 
-def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> list[Tensor]:
-    """Return the gradients [N, D] and [V, D] in float64, computed one block of tokens at a time."""
+def reference(hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, frozen: bool) -> list[Tensor]:
+    """Return the gradients [N, D] and [V, D] of Σ weights · loss in float64, computed one block of tokens at a time."""
     weight64, n = weight.double(), len(labels)
     dh, dw = torch.empty(hidden.shape, dtype=torch.float64, device=hidden.device), torch.zeros_like(weight64)
     block = max(1, (1 << 29) // len(weight))
@@ -164,7 +174,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, frozen: bool) -> l
         h, y = hidden[start : start + block].double(), labels[start : start + block]
         g = (h @ weight64.t()).softmax(1)
         g[torch.arange(len(y), device=g.device), y] -= 1
-        g /= n
+        g *= weights[start : start + block, None]
         dh[start : start + block] = g @ weight64
         if not frozen:
             dw.addmm_(g.t(), h)
@@ -197,7 +207,7 @@ def misses(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cuda", type=int, default=120, help="cases on the GPU")
+    parser.add_argument("--cuda", type=int, default=160, help="cases on the GPU")
     parser.add_argument("--cpu", type=int, default=24, help="cases on the CPU")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)

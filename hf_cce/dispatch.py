@@ -28,6 +28,7 @@ from hf_cce.strategies import (
     OnePass,
     Recompute,
     Statistics,
+    StoredStatistics,
     Strategy,
     compile_failure,
     validate_labels,
@@ -291,15 +292,32 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
+    if prefers_full_logits(Problem.of(x), spec):
+        return FullLogits(spec, SUM)
+    statistics = dispatch_fused_statistics(x, spec, wanted)
     p = Problem.of(x)
-    triton = choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
-    remaining = _spec_after_dequantization(x, spec)
-    statistics = Statistics(remaining or spec, wanted, triton and remaining is not None)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)
     tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
     return statistics if tau is None else FilteredStatistics(spec, SUM, state, tau, True, statistics)
+
+
+def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True) -> Statistics:
+    """Return the strategy for exact per-token statistics, full logits excluded. The fallback may keep logits if allowed."""
+    p = Problem.of(x)
+    remaining = _spec_after_dequantization(x, spec)
+    if remaining is None:
+        return Statistics(spec, wanted, False)
+    if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
+        return Statistics(remaining, wanted, True)
+    stored = p.dtype.itemsize * p.tokens * p.vocab_size if any(spec.needs) else 0
+    if spec.auto_budget:
+        budget = stored + max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 20)
+        remaining = remaining._replace(memory_budget=budget)
+    if keeps_logits and (spec.auto_budget or stored <= remaining.memory_budget // 2):
+        return StoredStatistics(remaining, wanted)
+    return Statistics(remaining, wanted, False)
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

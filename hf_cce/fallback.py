@@ -1,10 +1,13 @@
-"""PyTorch fallback for the scalar loss: loss and gradients in one pass with three GEMMs, as many as full logits need.
+"""PyTorch fallback with three GEMMs, as many as full logits need, for the scalar loss and for statistics of tokens.
 
-The upstream gradient of the loss is one scalar, so the gradients of a block of tokens can be computed while its logits exist, up
-to a factor that the backward pass applies. There are two loops:
+The upstream gradient of the scalar loss is one number, so the gradients of a block of tokens can be computed while its logits
+exist, up to a factor that the backward pass applies. There are two loops:
 
 - ``one_block``: all logits fit the budget in the inputs' dtype and are overwritten with their gradient.
 - ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. Never synchronizes with a GPU.
+
+The upstream gradients of statistics differ by token. ``logit_stats`` keeps all logits in the inputs' dtype, which is a fraction
+of what full logits take, and ``stored_gradients`` overwrites them with their gradient.
 
 GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
 """
@@ -22,7 +25,7 @@ from torch import Tensor
 from hf_cce import reference
 from hf_cce.config import MIB
 from hf_cce.reference import FP16_SCALE, add_product, labeled_rows, matmul_acc, matmul_supports_fp32_out, scratch_bytes
-from hf_cce.spec import Inputs, LossSpec, TokenGrads, accumulation_dtype
+from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
 MIN_BLOCK_TOKENS = 128
@@ -346,3 +349,83 @@ def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget
     blocks = -(-max(n, 1) // (most - most % 128))
     unit = 1 if on_cpu else 128  # without a much smaller last block on a CPU
     return -(-max(n, 1) // (unit * blocks)) * unit
+
+
+@dataclass
+class StoredLogits:
+    """Logits [n, V] in the inputs' dtype, before scale and softcap, and their hidden states with ignored rows zeroed."""
+
+    logits: Tensor
+    hidden: Tensor  # [n, D]
+    rows: Tensor | None  # [n], indices of these rows; None: all
+
+
+def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitStats, StoredLogits | None]:
+    """Return the statistics of each token and, if a gradient is needed, the logits for ``stored_gradients``."""
+    hidden, labels, rows = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
+    if rows is not None:
+        hidden, labels = hidden[rows], labels[rows]
+    n, v, on_cpu = len(hidden), x.weight.shape[0], not hidden.is_cuda
+    stores = any(spec.needs)
+    block = max(1, n) if stores else _token_block(n, v, hidden.dtype, on_cpu, spec.memory_budget // 2)
+    slab, parts = _logits(hidden, v, min(block, n)), []
+    chunk_bytes = _bytes_beside(slab, spec)
+    for start in range(0, n, block):
+        h = hidden[start : start + block]
+        z = slab[: len(h)]
+        if x.bias is None:
+            torch.mm(h, x.weight.t(), out=z)
+        else:
+            torch.addmm(x.bias, h, x.weight.t(), out=z)
+        for chunk in _chunks(len(h), 4 * accumulation_dtype(z.dtype).itemsize * v, chunk_bytes):
+            f = z[chunk]
+            if spec.logit_scale != 1.0 or spec.softcap:
+                f = f.to(accumulation_dtype(f.dtype), copy=True)
+                reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
+            log_p = F.log_softmax(f, 1, dtype=accumulation_dtype(f.dtype))
+            here = labels[start : start + block][chunk]
+            parts.append(reference.row_stats(f, log_p, here, spec.ignore_index, wanted, x.bias is not None))
+            del f, log_p  # free them before the next ones are allocated
+    valid = x.labels != spec.ignore_index
+    if not parts:
+        parts.append(LogitStats(*(hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype)) for _ in range(6))))
+    stats = LogitStats(*map(torch.cat, zip(*parts, strict=True)))
+    if rows is not None:
+        stats = LogitStats(*(s.new_zeros(valid.shape).index_copy_(0, rows, s) if s.numel() else s for s in stats))
+    return reference.zero_ignored(stats, valid), StoredLogits(slab, hidden, rows) if stores else None
+
+
+def _bytes_beside(z: Tensor, spec: LossSpec) -> int:
+    """Return the workspace for chunks of the logits ``z``: on a GPU what they leave of the budget, so that launches are few."""
+    return max(CHUNK_BYTES, spec.memory_budget - z.element_size() * z.numel()) if z.is_cuda else CHUNK_BYTES_CPU
+
+
+def stored_gradients(
+    stored: StoredLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
+) -> list[Tensor | None]:
+    """Return the gradients of hidden, weight and bias. The stored logits are overwritten."""
+    z, v, (need_hidden, need_weight, need_bias) = stored.logits, x.weight.shape[0], spec.needs
+    valid, labels = x.labels != spec.ignore_index, x.labels
+    lse = torch.where(valid, lse, math.inf)  # then p is zero
+    grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
+    if stored.rows is not None:
+        labels, lse = labels[stored.rows], lse[stored.rows]
+        entropy = None if entropy is None else entropy[stored.rows]
+        grads = TokenGrads(*(None if g is None else g[stored.rows] for g in grads))  # type: ignore[arg-type]
+    is_plain = spec.logit_scale == 1.0 and not spec.softcap and grads.entropy is None
+    for chunk in _chunks(len(z), 3 * lse.element_size() * v, _bytes_beside(z, spec)):
+        part = z[chunk]
+        if not is_plain:
+            part = part.to(lse.dtype, copy=True)
+            reference.apply_scale_and_softcap_(part, spec.logit_scale, spec.softcap)
+        of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
+        some_entropy = None if entropy is None else entropy[chunk]
+        z[chunk] = reference.logit_gradients(part, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
+    grad_hidden = torch.mm(z, x.weight) if need_hidden else None
+    if grad_hidden is not None and stored.rows is not None:
+        grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, stored.rows, grad_hidden)
+    return [
+        grad_hidden,
+        torch.mm(z.t(), stored.hidden) if need_weight else None,
+        z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
+    ]

@@ -121,7 +121,8 @@ def linear_cross_entropy(
         return ops.cross_entropy(
             x, spec, checks.make_divisor(reduction, num_items_in_batch, x.hidden.device), filter_state
         )
-    loss = token_losses(_statistics(is_sharded, x, spec, WantedStats(mean=label_smoothing > 0), None), spec)
+    wanted = WantedStats(mean=label_smoothing > 0)
+    loss = token_losses(*_statistics(is_sharded, x, spec, wanted, z_loss > 0, None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
     divisor = checks.make_divisor(reduction, num_items_in_batch, x.hidden.device)
@@ -178,13 +179,14 @@ def linear_log_probs(
     if is_sharded and is_top1:
         raise ValueError("is_top1 is not available if the vocabulary is split over processes; leave it out")
     spec = _make_spec(x, config, form)
-    stats = _statistics(is_sharded, x, spec, WantedStats(mean_logit, entropy, log_sum_sq_probs, is_top1), filter_state)
+    wanted = WantedStats(mean_logit, entropy, log_sum_sq_probs, is_top1)
+    log_probs, stats = _statistics(is_sharded, x, spec, wanted, logsumexp, filter_state)
 
     def shaped(values: Tensor, wanted: bool) -> Tensor | None:
         return values.view(labels.shape) if wanted else None
 
     return LogProbs(
-        (stats.label_logit - stats.lse).view(labels.shape),
+        log_probs.view(labels.shape),
         shaped(stats.entropy, entropy),
         shaped(stats.log_sum_sq, log_sum_sq_probs),
         shaped(stats.mean_logit, mean_logit),
@@ -218,13 +220,14 @@ def _make_spec(x: Inputs, config: CCEConfig, form: Form, label_smoothing: float 
 
 
 def _statistics(
-    is_sharded: bool, x: Inputs, spec: LossSpec, wanted: WantedStats, filter_state: FilterState | None
-) -> LogitStats:
-    """Return per-token statistics; ``is_top1`` is empty if the vocabulary is sharded."""
+    is_sharded: bool, x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool, filter_state: FilterState | None
+) -> tuple[Tensor, LogitStats]:
+    """Return the same as ``ops.statistics``; ``is_top1`` is empty if the vocabulary is sharded."""
     if not is_sharded:
-        return ops.statistics(x, spec, wanted, filter_state)
+        return ops.statistics(x, spec, wanted, with_lse, filter_state)
     dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
-    return sharded.logit_stats(x, spec, wanted)
+    stats = sharded.logit_stats(x, spec, wanted)
+    return stats.label_logit - stats.lse, stats
 
 
 def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:

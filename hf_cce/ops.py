@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hf_cce import flops, reference
-from hf_cce.dispatch import choose_implementation, dispatch, dispatch_statistics, dispatch_traced, grads_in_forward
+from hf_cce.dispatch import (
+    choose_implementation,
+    dispatch,
+    dispatch_fused_statistics,
+    dispatch_statistics,
+    dispatch_traced,
+    grads_in_forward,
+)
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
@@ -126,7 +133,7 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 def logit_stats(*arguments: Any) -> tuple[Tensor, ...]:
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
     x, wanted, spec = _aligned_inputs(*arguments[:4]), WantedStats(*arguments[4:8]), _spec_of(arguments[8:])
-    return tuple(_forward(dispatch_statistics(x, spec, wanted, None), x)[1])
+    return tuple(_forward(dispatch_fused_statistics(x, spec, wanted, keeps_logits=False), x)[1])
 
 
 @logit_stats.register_fake
@@ -339,10 +346,20 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
     return _Fused.apply(strategy, *x)[0]
 
 
-def statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None = None) -> LogitStats:
-    """Return per-token statistics, through the custom operator if traced. A ``state`` enables the gradient filter."""
+def statistics(
+    x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool = True, state: FilterState | None = None
+) -> tuple[Tensor, LogitStats]:
+    """Return the log-probability of each label [N] and ``LogitStats``, through the custom operator if traced.
+
+    Without ``with_lse``, logsumexp and the label's logit may be empty. A ``state`` enables the gradient filter.
+    """
     if needs_custom_op(x.hidden):
         outputs = torch.ops.hf_cce.logit_stats(*x, *wanted, *_options_of(spec))
     else:
-        outputs = _Fused.apply(dispatch_statistics(x, spec, wanted, state), *x)
-    return LogitStats(*outputs)
+        strategy = dispatch_statistics(x, spec, wanted, state)
+        if isinstance(strategy, FullLogits):
+            with compute_context(x.hidden):
+                return strategy.statistics(x, wanted, with_lse)
+        outputs = _Fused.apply(strategy, *x)
+    stats = LogitStats(*outputs)
+    return stats.label_logit - stats.lse, stats

@@ -73,9 +73,12 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
-def token_losses(stats: LogitStats, spec: LossSpec) -> Tensor:
-    """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing."""
-    loss = stats.lse - stats.label_logit
+def token_losses(log_probs: Tensor, stats: LogitStats, spec: LossSpec) -> Tensor:
+    """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing.
+
+    ``log_probs`` [N] is z_label − lse.
+    """
+    loss = -log_probs
     if spec.label_smoothing:
         loss = loss + spec.label_smoothing * (stats.label_logit - stats.mean_logit)
     return loss + spec.z_loss * stats.lse.square() if spec.z_loss else loss
@@ -84,6 +87,34 @@ def token_losses(stats: LogitStats, spec: LossSpec) -> Tensor:
 def zero_if_all_ignored(grad: Tensor, labels: Tensor, spec: LossSpec) -> Tensor:
     """Return the loss's upstream gradient; zero without labels, where a division by their count may have made it infinite."""
     return torch.where((labels == spec.ignore_index).all(), 0.0, grad)
+
+
+def row_stats(
+    z: Tensor, log_p: Tensor, labels: Tensor, ignore_index: int, wanted: WantedStats, may_mask: bool
+) -> LogitStats:
+    """Return the statistics of logits ``z`` [N, V] and their log-probabilities, arbitrary where ignored.
+
+    ``may_mask``: the logit of a label may be −inf, because of the bias.
+    """
+    y = labels.masked_fill(labels == ignore_index, 0)[:, None]
+    label_logit = z.gather(1, y).to(log_p.dtype)
+    # At −inf, the difference would be NaN.
+    largest = z.argmax(1, keepdim=True) if may_mask or wanted.top1 else y
+    largest_logit, nothing = z.gather(1, largest).to(log_p.dtype), label_logit.new_empty(0)
+    p = log_p.detach().exp() if wanted.log_sum_sq else nothing
+    return LogitStats(
+        (largest_logit - log_p.gather(1, largest))[:, 0],
+        label_logit[:, 0],
+        z.mean(1, dtype=log_p.dtype) if wanted.mean else nothing.clone(),
+        -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1) if wanted.entropy else nothing.clone(),
+        p.square_().sum(1).log_() if wanted.log_sum_sq else nothing.clone(),
+        (label_logit >= largest_logit)[:, 0] if wanted.top1 else nothing.clone(),
+    )
+
+
+def zero_ignored(stats: LogitStats, valid: Tensor) -> LogitStats:
+    """Return ``stats`` with zeros (False) at the tokens that are not ``valid`` [N]."""
+    return LogitStats(*(torch.where(valid, s, s.new_zeros(())) if s.numel() else s for s in stats))
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
@@ -99,7 +130,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
 
     top, total, label_logit = vector(-math.inf), vector(0), vector(0)
     z_sum, weighted, squares = vector(0), vector(0), vector(0)
-    width = _slab_width(n, v, hidden.dtype, 1 + wanted.entropy, spec.memory_budget, scratch_per_row(x.weight))
+    width = _slab_width(hidden, v, 1 + wanted.entropy, spec.memory_budget, scratch_per_row(x.weight))
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
@@ -174,11 +205,11 @@ def logit_stats_backward(
     weight_copy = (8 * weight.shape[1] if is_16_bit else 0) + scratch_per_row(weight)
     sums = 4 * hidden.numel() if is_16_bit and need_hidden else 0  # bytes of the float32 accumulator of grad_hidden
     copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
-    width = _slab_width(n, v, hidden.dtype, copies, spec.memory_budget, weight_copy, sums)
+    width = _slab_width(hidden, v, copies, spec.memory_budget, weight_copy, sums)
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
-        g = _logit_gradients(z, spec, lse, entropy, grads, labels, start, v)
+        g = logit_gradients(z, spec, lse, entropy, grads, labels, start, v)
         if need_bias:
             grad_bias[start:stop] = g.sum(0)
         rounded = g.to(hidden.dtype)
@@ -208,16 +239,17 @@ def labeled_rows(valid: Tensor) -> Tensor | None:
 
 
 def _slab_width(
-    n: int, v: int, dtype: torch.dtype, copies: int, memory_budget: int, column_bytes: int = 0, reserved_bytes: int = 0
+    hidden: Tensor, v: int, copies: int, memory_budget: int, column_bytes: int = 0, reserved_bytes: int = 0
 ) -> int:
     """Return the columns of a slab that takes ``copies`` float arrays [N, width], plus one in a 16-bit ``dtype``.
 
     ``column_bytes``: more bytes per column. ``reserved_bytes``: bytes allocated during the whole loop. A slab gets the remaining
     workspace, but at least a quarter of the whole.
     """
-    acc_itemsize = accumulation_dtype(dtype).itemsize
+    n, dtype, acc_itemsize = len(hidden), hidden.dtype, accumulation_dtype(hidden.dtype).itemsize
     column_bytes += n * (acc_itemsize * copies + (dtype.itemsize if dtype.itemsize < acc_itemsize else 0))
-    scratch = scratch_bytes(n, v, acc_itemsize, memory_budget)
+    # A GPU gets the whole budget, because launches for small slabs would take longer than their kernels.
+    scratch = memory_budget if hidden.is_cuda else scratch_bytes(n, v, acc_itemsize, memory_budget)
     width = max(scratch - reserved_bytes, scratch // 4) // max(column_bytes, 1)
     return max(16, min(v, width))
 
@@ -248,7 +280,7 @@ def _keeps_logits(spec: LossSpec, grads: TokenGrads) -> bool:
     return grads.entropy is not None or spec.softcap > 0
 
 
-def _logit_gradients(
+def logit_gradients(
     z: Tensor,
     spec: LossSpec,
     lse: Tensor,
@@ -258,8 +290,9 @@ def _logit_gradients(
     start: int,
     v: int,
 ) -> Tensor:
-    """Return the gradient of a slab of logits before scale and softcap; overwrites ``z``."""
-    g = (z - lse[:, None] if _keeps_logits(spec, grads) else z.sub_(lse[:, None])).exp_()
+    """Return the gradient of a slab of logits before scale and softcap, in the dtype of ``lse``; may overwrite ``z``."""
+    copies = _keeps_logits(spec, grads) or z.dtype != lse.dtype
+    g = (z - lse[:, None] if copies else z.sub_(lse[:, None])).exp_()
     if grads.entropy is not None and entropy is not None:
         z.clamp_(min=-1e30)  # with z = −inf, p · z would be 0 · inf = NaN
         g.mul_((z - (lse - entropy)[:, None]).mul_(-grads.entropy[:, None]).add_(grads.lse[:, None]))

@@ -120,7 +120,8 @@ class _Statistics(torch.autograd.Function):
         token_ids = torch.where(here, labels - part.first, 0).masked_fill_(~valid, _IGNORED)
         spec = spec._replace(ignore_index=_IGNORED)
         if part.rows:
-            slice_stats = ops.statistics(Inputs(hidden, weight, bias, token_ids), spec, wanted)
+            no_gradient = spec._replace(needs=(False, False, False))
+            _, slice_stats = ops.statistics(Inputs(hidden, weight, bias, token_ids), no_gradient, wanted)
             lse, at_label, mean, entropy, log_sum_sq, _ = slice_stats
         else:
             acc_dtype = accumulation_dtype(hidden.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_cce import fallback, reference
 from hf_cce.config import CCEWarning
 from hf_cce.filter_state import FilterState
-from hf_cce.spec import Divisor, Inputs, LossSpec, TokenGrads, WantedStats, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
@@ -200,14 +200,28 @@ class FullLogits(Strategy):
     def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
         super().__init__(spec, divisor, False)
 
-    def loss(self, x: Inputs) -> Tensor:
+    def logits(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Return logits and log-probabilities [N, V]."""
         spec, z = self.spec, F.linear(x.hidden, x.weight, x.bias)
         dtype = accumulation_dtype(z.dtype)
         if spec.logit_scale != 1.0:
             z = z.to(dtype) * spec.logit_scale
         if spec.softcap:
             z = spec.softcap * torch.tanh(z.to(dtype) / spec.softcap)
-        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        return z, z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+
+    def statistics(self, x: Inputs, wanted: WantedStats, with_lse: bool) -> tuple[Tensor, LogitStats]:
+        """Return the log-probability of each label and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
+        (z, log_p), index = self.logits(x), self.spec.ignore_index
+        log_probs = -F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
+        if not (with_lse or any(wanted)):
+            return log_probs, LogitStats(*[log_probs.new_empty(0)] * 6)
+        stats = reference.row_stats(z, log_p, x.labels, index, wanted, x.bias is not None)
+        return log_probs, reference.zero_ignored(stats, x.labels != index)
+
+    def loss(self, x: Inputs) -> Tensor:
+        spec, (z, log_p) = self.spec, self.logits(x)
+        dtype = log_p.dtype
         options = spec.label_smoothing or spec.z_loss
         mean = not options and self.divisor.items is None and self.divisor.number == 0
         # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
@@ -264,7 +278,8 @@ class Recompute(Strategy):
         else:
             stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
-            loss, lse = reference.token_losses(stats, spec).sum() * factor, stats.lse
+            losses = reference.token_losses(stats.label_logit - stats.lse, stats, spec)
+            loss, lse = losses.sum() * factor, stats.lse
         return (loss,), Saved(lse, factor=factor)
 
 
@@ -408,6 +423,27 @@ class Statistics(Strategy):
         return [output for output, is_wanted in zip(outputs[2:4], self.wanted, strict=False) if not is_wanted] + [
             *outputs[4:]
         ]
+
+
+class StoredStatistics(Statistics):
+    """Per-token statistics in PyTorch, with the logits in the inputs' dtype kept for the backward pass."""
+
+    reads_weight_in_slabs = False
+
+    def __init__(self, spec: LossSpec, wanted: WantedStats) -> None:
+        super().__init__(spec, wanted, False)
+
+    def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
+        self.factor(x)
+        stats, self.cache = fallback.logit_stats(x, self.spec, self.wanted)
+        return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
+
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        cache, self.cache = self.cache, None
+        if cache is None:
+            return None
+        spec = self.spec._replace(needs=needs)
+        return fallback.stored_gradients(cache, x, spec, saved.lse, saved.entropy, self.token_grads(saved, upstream))
 
 
 def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:

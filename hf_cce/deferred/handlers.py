@@ -468,7 +468,7 @@ def _mean_logit(r: Recipe) -> Tensor:
 
     rows = max(1, _scratch_bytes(r) // (4 * acc_dtype.itemsize * hidden.shape[-1]))
     parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
-    found = torch.cat([checkpoint(product, part, mean, use_reentrant=False) for part in parts]).view(hidden.shape[:-1])
+    found = torch.cat([_recomputed(product, part, mean) for part in parts]).view(hidden.shape[:-1])
     return arguments["logit_scale"] * (found if bias is None else found + bias.mean(dtype=acc_dtype))
 
 
@@ -514,11 +514,11 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
         def fused(r: Recipe) -> tuple[Tensor]:
             lse = _compute_log_probs(r, None, logsumexp=True).logsumexp
             assert lse is not None
-            return (scaled(_gather_logits(r, index) - lse.unsqueeze(-1)),)
+            return (scaled(_gather_logits(r, index, accumulation_dtype(r.weight.dtype)) - lse.unsqueeze(-1)),)
 
         values = _fused_statistics(x, fused, native)[0]
     else:
-        values = x._compute_fused(lambda r: (_gather_logits(r, index),), native)[0].to(x.device, x.dtype)
+        values = x._compute_fused(lambda r: (_gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
     return values if torch.compiler.is_compiling() else _as_before(x, index, values)
 
 
@@ -549,21 +549,26 @@ def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     return _gather(x, dim, torch.where(indices < 0, indices + x.shape[dim], indices))
 
 
-def _gather_logits(r: Recipe, index: Tensor) -> Tensor:
-    """Compute the logits [..., K] of the token ids ``index`` [..., K]; backward gathers the weight's rows again."""
+def _gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``; backward gathers the weight's rows again."""
     arguments = r.loss_arguments()
     hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
     scale, cap = arguments["logit_scale"], arguments["softcap"]
     ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
 
     def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return (_upcast(F.embedding(ids, weight)) @ _upcast(hidden).unsqueeze(-1)).squeeze(-1)
+        return (F.embedding(ids, weight).to(dtype) @ hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
 
-    rows = max(1, _scratch_bytes(r) // (8 * max(1, ids.shape[-1]) * hidden.shape[-1]))
+    rows = max(1, _scratch_bytes(r) // (2 * dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
     blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
-    found = torch.cat([checkpoint(product, h, weight, part, use_reentrant=False) for h, part in blocks])
-    found = scale * (found if bias is None else found + _upcast(bias)[ids])
+    found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
+    found = scale * (found if bias is None else found + bias.to(dtype)[ids])
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return ``function(*args)``, which the backward pass computes again."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _scratch_bytes(r: Recipe) -> int:

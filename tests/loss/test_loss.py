@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import python
+from forced_strategies import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from losses import (
@@ -29,7 +30,7 @@ from peak_memory import PeakMemory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs, ops
+from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, linear_log_probs, ops
 
 # Every N, D and V that the project promises, though not every combination.
 SHAPES = [(1, 64, 151936), (7, 1000, 128256), (128, 576, 50257), (1000, 64, 49152), (7, 2304, 32000), (1000, 1000, 99)]
@@ -307,17 +308,37 @@ def test_gradient_strides_match_the_fake_implementation(ignored: str, implementa
         assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 
+WAYS = ("stored", "slabs", "full")
+
+
 @pytest.mark.parametrize("options", [PLAIN, Options(0.7, 5.0, True)], ids=str)
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("portable", torch.float64), ("portable", torch.float32), ("portable", torch.bfloat16), ("triton", torch.float32)],
+    ("way", "dtype", "on"),
+    [
+        ("triton", torch.float32, DEVICE),
+        *((way, d, "cpu") for way in WAYS for d in (torch.float64, torch.float32, torch.bfloat16)),
+        *(
+            pytest.param(way, d, "cuda", marks=pytest.mark.gpu)
+            for way in WAYS
+            for d in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ],
     ids=str,
 )
-def test_log_probs_and_statistics(options: Options, implementation: str, dtype: torch.dtype, device: str) -> None:
-    """The upstream gradients of sums are expanded scalars with zero strides."""
-    n, v = (70, 131) if implementation == "triton" else (200, 999)
-    inputs, labels = make_inputs(n, 64, v, dtype, device, bias=options.bias)
-    config = CCEConfig(implementation, 1 << 20)
+def test_log_probs_and_statistics(
+    options: Options, way: str, dtype: torch.dtype, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits kept in several chunks, recomputed in slabs, or full. Upstream gradients of sums have zero strides."""
+    n, v = (70, 131) if way == "triton" else (600, 999)
+    inputs, labels = make_inputs(n, 64, v, dtype, on, bias=options.bias)
+    config = CCEConfig("triton" if way == "triton" else "portable", 1 << 20 if way == "slabs" else "auto")
+    if way == "full":
+        monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: p.dtype == dtype)
+    monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)
+    stored: list[Any] = []
+    monkeypatch.setattr(
+        fallback, "logit_stats", lambda *args, real=fallback.logit_stats: stored.append(1) or real(*args)
+    )
     valid = labels != -100
     largest = full_logits(*(None if x is None else x.double() for x in inputs), options).argmax(1)
     labels[::2] = labels[::2].where(~valid[::2], largest[::2])
@@ -349,9 +370,15 @@ def test_log_probs_and_statistics(options: Options, implementation: str, dtype: 
     exact, top1 = run(plain, torch.float64)
     baseline, _ = run(plain, dtype)
     actual, fused_top1 = run(fused, dtype)
+    assert len(stored) == (way == "stored")
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp", "hidden", "weight", "bias")
     for name, a, t, e in zip(names, actual, baseline, exact, strict=False):
         assert_accurate(a, t, e, name, dtype)
+    if way == "stored":  # without a gradient, in blocks of tokens that share one buffer
+        monkeypatch.setattr(fallback, "_token_block", lambda *_: 32)
+        with torch.no_grad():
+            for name, a, t, e in zip(names, fused(*inputs)[0], baseline, exact, strict=False):
+                assert_accurate(a, t, e, f"{name} in blocks", dtype)
     assert fused_top1.dtype == torch.bool and top1.any()
     # bfloat16 rounding creates ties, and either winner is correct
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
@@ -495,7 +522,7 @@ def test_strategies_get_aligned_labels(loss: Any, compiled: bool, monkeypatch: p
     function = loss if loss is linear_cross_entropy else lambda *args: loss(*args).log_probs
     called = torch.compile(function, backend="eager") if compiled else function
     hidden, weight, labels = torch.randn(8, 4), torch.randn(16, 4), torch.randint(16, (9,))
-    expected = function(hidden, weight, labels[1:].clone())
+    expected = called(hidden, weight, labels[1:].clone())
     assert torch.equal(called(hidden, weight, labels[1:]), expected)
     assert labels[1:].data_ptr() % 16 == 8
     assert seen == [0, 0]
