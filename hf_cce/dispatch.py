@@ -313,7 +313,7 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
         return Statistics(remaining, wanted, True)
     stored = p.dtype.itemsize * p.tokens * p.vocab_size if any(spec.needs) else 0
     if spec.auto_budget:
-        budget = stored + max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 20)
+        budget = stored + max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 6)
         remaining = remaining._replace(memory_budget=budget)
     if keeps_logits and (spec.auto_budget or stored <= remaining.memory_budget // 2):
         return StoredStatistics(remaining, wanted)

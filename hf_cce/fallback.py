@@ -362,14 +362,17 @@ class StoredLogits:
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitStats, StoredLogits | None]:
     """Return the statistics of each token and, if a gradient is needed, the logits for ``stored_gradients``."""
-    hidden, labels, rows = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
-    if rows is not None:
-        hidden, labels = hidden[rows], labels[rows]
-    n, v, on_cpu = len(hidden), x.weight.shape[0], not hidden.is_cuda
-    stores = any(spec.needs)
-    block = max(1, n) if stores else _token_block(n, v, hidden.dtype, on_cpu, spec.memory_budget // 2)
-    slab, parts = _logits(hidden, v, min(block, n)), []
-    chunk_bytes = _bytes_beside(slab, spec)
+    hidden, labels, chosen = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
+    if chosen is not None:
+        hidden, labels = hidden[chosen], labels[chosen]
+    n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
+    stores, scaled = any(spec.needs), spec.logit_scale != 1.0 or spec.softcap > 0
+    block = max(1, n) if stores else _token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    slab, y = _logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
+    lse, label_logit = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(2))
+    top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
+    mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
+    copies = 2 + 2 * wanted.entropy + wanted.log_sum_sq
     for start in range(0, n, block):
         h = hidden[start : start + block]
         z = slab[: len(h)]
@@ -377,22 +380,30 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
             torch.mm(h, x.weight.t(), out=z)
         else:
             torch.addmm(x.bias, h, x.weight.t(), out=z)
-        for chunk in _chunks(len(h), 4 * accumulation_dtype(z.dtype).itemsize * v, chunk_bytes):
-            f = z[chunk]
-            if spec.logit_scale != 1.0 or spec.softcap:
-                f = f.to(accumulation_dtype(f.dtype), copy=True)
+        for chunk in _chunks(len(h), copies * acc_dtype.itemsize * v, _bytes_beside(slab, spec)):
+            rows, f = slice(start + chunk.start, start + chunk.stop), z[chunk]
+            if scaled:
+                f = f.to(acc_dtype, copy=True)
                 reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
-            log_p = F.log_softmax(f, 1, dtype=accumulation_dtype(f.dtype))
-            here = labels[start : start + block][chunk]
-            parts.append(reference.row_stats(f, log_p, here, spec.ignore_index, wanted, x.bias is not None))
+            log_p = F.log_softmax(f, 1, dtype=acc_dtype)
+            at, label_logit[rows] = y[rows], f.gather(1, y[rows])
+            at_logit = label_logit[rows]
+            if x.bias is not None or wanted.top1:  # a bias of −inf may mask the label: −inf − (−inf) would be NaN
+                at = f.argmax(1, keepdim=True)
+                at_logit = f.gather(1, at).to(acc_dtype)
+            torch.sub(at_logit, log_p.gather(1, at), out=lse[rows])
+            if wanted.top1:
+                torch.ge(label_logit[rows], at_logit, out=top1[rows])
+            found = reference.mean_entropy_and_squares(f, log_p, wanted)
+            for whole, part in zip((mean, entropy, log_sum_sq), found, strict=True):
+                if part is not None:
+                    whole[rows] = part
             del f, log_p  # free them before the next ones are allocated
     valid = x.labels != spec.ignore_index
-    if not parts:
-        parts.append(LogitStats(*(hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype)) for _ in range(6))))
-    stats = LogitStats(*map(torch.cat, zip(*parts, strict=True)))
-    if rows is not None:
-        stats = LogitStats(*(s.new_zeros(valid.shape).index_copy_(0, rows, s) if s.numel() else s for s in stats))
-    return reference.zero_ignored(stats, valid), StoredLogits(slab, hidden, rows) if stores else None
+    stats = LogitStats(lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0])
+    if chosen is not None:
+        stats = LogitStats(*(s.new_zeros(valid.shape).index_copy_(0, chosen, s) if s.numel() else s for s in stats))
+    return reference.zero_ignored(stats, valid), StoredLogits(slab, hidden, chosen) if stores else None
 
 
 def _bytes_beside(z: Tensor, spec: LossSpec) -> int:
@@ -412,15 +423,15 @@ def stored_gradients(
         labels, lse = labels[stored.rows], lse[stored.rows]
         entropy = None if entropy is None else entropy[stored.rows]
         grads = TokenGrads(*(None if g is None else g[stored.rows] for g in grads))  # type: ignore[arg-type]
-    is_plain = spec.logit_scale == 1.0 and not spec.softcap and grads.entropy is None
-    for chunk in _chunks(len(z), 3 * lse.element_size() * v, _bytes_beside(z, spec)):
-        part = z[chunk]
-        if not is_plain:
-            part = part.to(lse.dtype, copy=True)
-            reference.apply_scale_and_softcap_(part, spec.logit_scale, spec.softcap)
-        of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
-        some_entropy = None if entropy is None else entropy[chunk]
-        z[chunk] = reference.logit_gradients(part, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
+    if spec.logit_scale == 1.0 and not spec.softcap and grads.entropy is None:
+        _plain_gradients(z, labels.masked_fill(labels == spec.ignore_index, 0)[:, None], spec, grads)
+    else:
+        for chunk in _chunks(len(z), 3 * lse.element_size() * v, _bytes_beside(z, spec)):
+            f = z[chunk].to(lse.dtype, copy=True)
+            reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
+            of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
+            some_entropy = None if entropy is None else entropy[chunk]
+            z[chunk] = reference.logit_gradients(f, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
     grad_hidden = torch.mm(z, x.weight) if need_hidden else None
     if grad_hidden is not None and stored.rows is not None:
         grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, stored.rows, grad_hidden)
@@ -429,3 +440,19 @@ def stored_gradients(
         torch.mm(z.t(), stored.hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]
+
+
+def _plain_gradients(z: Tensor, y: Tensor, spec: LossSpec, grads: TokenGrads) -> None:
+    """Overwrite the logits ``z`` [n, V] with their gradient, with few kernels. ``y`` [n, 1]: labels, valid ids where ignored."""
+    v, acc_dtype, grad_lse = z.shape[1], grads.lse.dtype, grads.lse[:, None]
+    added = grads.label if grads.mean is None else grads.label + grads.mean / v
+    for rows in _chunks(len(z), 2 * acc_dtype.itemsize * v, _bytes_beside(z, spec)):
+        p = F.softmax(z[rows], 1, dtype=acc_dtype)
+        at_label = p.gather(1, y[rows]) * grad_lse[rows] + added[rows, None]
+        if grads.mean is not None:
+            p.mul_(grad_lse[rows])
+            torch.add(p, (grads.mean[rows] / v)[:, None], out=z[rows])
+        else:
+            torch.mul(p, grad_lse[rows], out=z[rows])
+        z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
+        del p  # free it before the next one is allocated

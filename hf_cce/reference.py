@@ -89,26 +89,13 @@ def zero_if_all_ignored(grad: Tensor, labels: Tensor, spec: LossSpec) -> Tensor:
     return torch.where((labels == spec.ignore_index).all(), 0.0, grad)
 
 
-def row_stats(
-    z: Tensor, log_p: Tensor, labels: Tensor, ignore_index: int, wanted: WantedStats, may_mask: bool
-) -> LogitStats:
-    """Return the statistics of logits ``z`` [N, V] and their log-probabilities, arbitrary where ignored.
-
-    ``may_mask``: the logit of a label may be −inf, because of the bias.
-    """
-    y = labels.masked_fill(labels == ignore_index, 0)[:, None]
-    label_logit = z.gather(1, y).to(log_p.dtype)
-    # At −inf, the difference would be NaN.
-    largest = z.argmax(1, keepdim=True) if may_mask or wanted.top1 else y
-    largest_logit, nothing = z.gather(1, largest).to(log_p.dtype), label_logit.new_empty(0)
-    p = log_p.detach().exp() if wanted.log_sum_sq else nothing
-    return LogitStats(
-        (largest_logit - log_p.gather(1, largest))[:, 0],
-        label_logit[:, 0],
-        z.mean(1, dtype=log_p.dtype) if wanted.mean else nothing.clone(),
-        -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1) if wanted.entropy else nothing.clone(),
-        p.square_().sum(1).log_() if wanted.log_sum_sq else nothing.clone(),
-        (label_logit >= largest_logit)[:, 0] if wanted.top1 else nothing.clone(),
+def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> tuple[Tensor | None, ...]:
+    """Return mean logit, entropy and log Σ p² [N] of logits ``z`` [N, V] with log-probabilities ``log_p``, None if not wanted."""
+    return (
+        z.mean(1, dtype=log_p.dtype) if wanted.mean else None,
+        # With p = 0, p · log p would be 0 · (−inf) = NaN.
+        -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1) if wanted.entropy else None,
+        log_p.detach().exp().square_().sum(1).log_() if wanted.log_sum_sq else None,
     )
 
 
@@ -290,9 +277,8 @@ def logit_gradients(
     start: int,
     v: int,
 ) -> Tensor:
-    """Return the gradient of a slab of logits before scale and softcap, in the dtype of ``lse``; may overwrite ``z``."""
-    copies = _keeps_logits(spec, grads) or z.dtype != lse.dtype
-    g = (z - lse[:, None] if copies else z.sub_(lse[:, None])).exp_()
+    """Return the gradient of a slab of logits before scale and softcap; overwrites ``z``."""
+    g = (z - lse[:, None] if _keeps_logits(spec, grads) else z.sub_(lse[:, None])).exp_()
     if grads.entropy is not None and entropy is not None:
         z.clamp_(min=-1e30)  # with z = −inf, p · z would be 0 · inf = NaN
         g.mul_((z - (lse - entropy)[:, None]).mul_(-grads.entropy[:, None]).add_(grads.lse[:, None]))

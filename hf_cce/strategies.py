@@ -216,8 +216,13 @@ class FullLogits(Strategy):
         log_probs = -F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
         if not (with_lse or any(wanted)):
             return log_probs, LogitStats(*[log_probs.new_empty(0)] * 6)
-        stats = reference.row_stats(z, log_p, x.labels, index, wanted, x.bias is not None)
-        return log_probs, reference.zero_ignored(stats, x.labels != index)
+        valid, nothing = x.labels != index, log_probs.new_empty(0)
+        label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0].to(log_p.dtype)
+        top1 = label_logit >= z.amax(1) if wanted.top1 else nothing
+        found = reference.mean_entropy_and_squares(z, log_p, wanted)
+        mean, entropy, log_sum_sq = (nothing if s is None else s for s in found)
+        lse = z.logsumexp(1) if z.dtype == log_p.dtype else z.to(log_p.dtype).logsumexp(1)
+        return log_probs, reference.zero_ignored(LogitStats(lse, label_logit, mean, entropy, log_sum_sq, top1), valid)
 
     def loss(self, x: Inputs) -> Tensor:
         spec, (z, log_p) = self.spec, self.logits(x)

@@ -43,7 +43,7 @@ CLASS_FIRST = {
 }  # fmt: skip
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
-MOST_IDS = {"z": LARGEST_TOPK, "p": 16, "log p": 16}
+MOST_IDS = {"z": 16, "p": 8, "log p": 8}
 NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 
 
@@ -615,12 +615,14 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
 @implements("topk")
 def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Return the k largest of each token, found in blocks of full logits; their gradient is that of ``_gather``."""
-    known = dim in (-1, x.ndim - 1) and largest and 0 < k <= min(LARGEST_TOPK, x.shape[-1] // 2)
+    differentiable = x.requires_grad and torch.is_grad_enabled()
+    most = MOST_IDS.get(str(x.recipe.meaning.kind), 0) if differentiable else LARGEST_TOPK
+    known = dim in (-1, x.ndim - 1) and largest and 0 < k <= min(most, x.shape[-1] // 2)
     if not known or not _can_block(x) or x.shared_storage.values is not None:
         return NotImplemented
     values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
     values = _as_before(x, ids, values)
-    if x.requires_grad and torch.is_grad_enabled():
+    if differentiable:
         values = _gather(x, -1, ids)  # the same numbers, with a gradient
     return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))
 
