@@ -97,7 +97,7 @@ def _contiguous(x: Any) -> Any:
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
     made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=nonlinear)
-    made.base = x.base
+    made.base = None if _is_watched(x) else x.base
     return made
 
 
@@ -124,7 +124,8 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
         return moved.with_ops() if copies or _is_copy(r, made) else moved
 
     derived = x._derive(op, change)
-    if x.base is not None:  # so that a product of parts of two distributions is known to be one of the same logits
+    # So that a product of parts of two distributions is known to be one of the same logits
+    if x.base is not None and not _is_watched(x):
         derived.base = _apply_to_token_dims(x.base, op, copies)
     return derived
 
@@ -297,11 +298,16 @@ def _product(x: Any, other: Any) -> Any:
         return NotImplemented
     before = len(base.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
-    hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))  # a recorded product would skip them
+    watched = _is_watched(x) or _is_watched(other)
     alike = x.requires_grad == other.requires_grad == base.requires_grad  # neither factor is detached
-    if base.recipe.with_ops(op).meaning.kind is None or hooked or not alike:
+    if base.recipe.with_ops(op).meaning.kind is None or watched or not alike:
         return NotImplemented
     return base._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=True)
+
+
+def _is_watched(x: Any) -> bool:
+    """Return True if ``x`` has hooks or keeps its gradient: a recorded product would skip both."""
+    return isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
 
 
 def _are_alike(x: Any, other: Any) -> bool:
@@ -313,8 +319,8 @@ def _are_alike(x: Any, other: Any) -> bool:
     sources = (
         [getattr(each.grad_fn, "next_functions", None) for each in (x, other)] if isinstance(x, Tensor) else [0, 0]
     )
-    hooked = any(getattr(each, "_backward_hooks", None) for each in (x, other))
-    return sources[0] == sources[1] and not hooked and all(map(operator.is_, x.recipe.operands, other.recipe.operands))
+    watched = _is_watched(x) or _is_watched(other)
+    return sources[0] == sources[1] and not watched and all(map(operator.is_, x.recipe.operands, other.recipe.operands))
 
 
 # Computed results

@@ -136,7 +136,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _detached(self) -> Any:
         """Return a tensor that shares the storage, without a gradient."""
         new = LazyLogitsTensor(self.recipe)
-        new.shared_storage, new.base = self.shared_storage, self.base
+        new.shared_storage, new.base = self.shared_storage, None if self.base is None else self.base._detached()
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False) -> Any:

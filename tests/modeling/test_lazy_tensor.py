@@ -211,6 +211,34 @@ def weighted_without_gradient(outputs: Any) -> Tensor:
     return outputs.loss + (outputs.logits.detach().logsumexp(-1) * log_p[..., 0]).mean()
 
 
+def negative_entropy(log_p: Tensor) -> Tensor:
+    return (log_p.exp() * log_p).sum(-1).mean()
+
+
+def entropy_after_hook(change: Callable[[Tensor], Tensor]) -> Loss:
+    """Return a loss with the entropy of what ``change`` computes from log-probabilities whose gradient a hook doubles."""
+
+    def loss_of(outputs: Any) -> Tensor:
+        log_p = outputs.logits.log_softmax(-1)
+        log_p.register_hook(lambda grad: 2 * grad)
+        return outputs.loss + negative_entropy(change(log_p))
+
+    return loss_of
+
+
+def entropy_with_retained_gradient(outputs: Any) -> Tensor:
+    log_p = outputs.logits.log_softmax(-1)
+    log_p.retain_grad()
+    negative_entropy(log_p[:, 1:]).backward(retain_graph=True)
+    return outputs.loss + (log_p.grad * outputs.logits).sum()
+
+
+def entropy_of_a_detached_leaf(outputs: Any) -> Tensor:
+    leaf = outputs.logits.log_softmax(-1).detach().requires_grad_()
+    negative_entropy(leaf).backward()
+    return outputs.loss + (leaf.grad * outputs.logits).sum()
+
+
 def reused_bias(outputs: Any) -> Tensor:
     bias = torch.linspace(-1, 1, 99)
     moved = outputs.logits + bias
@@ -325,6 +353,10 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
         unchanged, compiled(lambda x: x[:, :-1].reshape(-1, x.shape[-1]).logsumexp(-1).sum() * (x.dtype == torch.float32)), False,
     ),
     "compiled loss of both": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + divergence(x)), True),
+    "entropy of a part after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p[:, 1:]), True),
+    "entropy of a cast after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p.double()), True),
+    "entropy with a retained gradient": (unchanged, entropy_with_retained_gradient, True),
+    "entropy of a detached leaf": (unchanged, entropy_of_a_detached_leaf, True),
     "masked after softmax": (unchanged, masked_after_softmax, True),
     "class-first after a mask": (unchanged, class_first_after_mask, True),
     "a copy that is written to": (unchanged, written_copy, True),
