@@ -360,8 +360,11 @@ class StoredLogits:
     rows: Tensor | None  # [n], indices of these rows; None: all
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitStats, StoredLogits | None]:
-    """Return the statistics of each token and, if a gradient is needed, the logits for ``stored_gradients``."""
+def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitStats, Tensor, StoredLogits | None]:
+    """Return the statistics of each token, −log p(label) [N] and, if a gradient is needed, logits for ``stored_gradients``.
+
+    −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1.
+    """
     hidden, labels, chosen = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
     if chosen is not None:
         hidden, labels = hidden[chosen], labels[chosen]
@@ -369,7 +372,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
     stores, scaled = any(spec.needs), spec.logit_scale != 1.0 or spec.softcap > 0
     block = max(1, n) if stores else _token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     slab, y = _logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
-    lse, label_logit = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(2))
+    lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
     mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
     copies = 2 + 2 * wanted.entropy + wanted.log_sum_sq
@@ -386,24 +389,26 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
                 f = f.to(acc_dtype, copy=True)
                 reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
-            at, label_logit[rows] = y[rows], f.gather(1, y[rows])
-            at_logit = label_logit[rows]
+            label_logit[rows] = f.gather(1, y[rows])
+            torch.gather(log_p, 1, y[rows], out=log_prob[rows])
+            at_logit, at_log_p = label_logit[rows], log_prob[rows]
             if x.bias is not None or wanted.top1:  # a bias of −inf may mask the label: −inf − (−inf) would be NaN
                 at = f.argmax(1, keepdim=True)
-                at_logit = f.gather(1, at).to(acc_dtype)
-            torch.sub(at_logit, log_p.gather(1, at), out=lse[rows])
+                at_logit, at_log_p = f.gather(1, at).to(acc_dtype), log_p.gather(1, at)
+            torch.sub(at_logit, at_log_p, out=lse[rows])
             if wanted.top1:
                 torch.ge(label_logit[rows], at_logit, out=top1[rows])
-            found = reference.mean_entropy_and_squares(f, log_p, wanted)
-            for whole, part in zip((mean, entropy, log_sum_sq), found, strict=True):
+            others = reference.mean_entropy_and_squares(f, log_p, wanted)
+            for whole, part in zip((mean, entropy, log_sum_sq), others, strict=True):
                 if part is not None:
                     whole[rows] = part
             del f, log_p  # free them before the next ones are allocated
     valid = x.labels != spec.ignore_index
-    stats = LogitStats(lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0])
+    found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     if chosen is not None:
-        stats = LogitStats(*(s.new_zeros(valid.shape).index_copy_(0, chosen, s) if s.numel() else s for s in stats))
-    return reference.zero_ignored(stats, valid), StoredLogits(slab, hidden, chosen) if stores else None
+        found = [s.new_zeros(valid.shape).index_copy_(0, chosen, s) if s.numel() else s for s in found]
+    *stats, losses = reference.zero_ignored(found, valid)
+    return LogitStats(*stats), losses, StoredLogits(slab, hidden, chosen) if stores else None
 
 
 def _bytes_beside(z: Tensor, spec: LossSpec) -> int:

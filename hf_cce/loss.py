@@ -180,13 +180,13 @@ def linear_log_probs(
         raise ValueError("is_top1 is not available if the vocabulary is split over processes; leave it out")
     spec = _make_spec(x, config, form)
     wanted = WantedStats(mean_logit, entropy, log_sum_sq_probs, is_top1)
-    log_probs, stats = _statistics(is_sharded, x, spec, wanted, logsumexp, filter_state)
+    losses, stats = _statistics(is_sharded, x, spec, wanted, logsumexp, filter_state)
 
     def shaped(values: Tensor, wanted: bool) -> Tensor | None:
         return values.view(labels.shape) if wanted else None
 
     return LogProbs(
-        log_probs.view(labels.shape),
+        -losses.view(labels.shape),
         shaped(stats.entropy, entropy),
         shaped(stats.log_sum_sq, log_sum_sq_probs),
         shaped(stats.mean_logit, mean_logit),
@@ -227,7 +227,7 @@ def _statistics(
         return ops.statistics(x, spec, wanted, with_lse, filter_state)
     dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
     stats = sharded.logit_stats(x, spec, wanted)
-    return stats.label_logit - stats.lse, stats
+    return stats.lse - stats.label_logit, stats
 
 
 def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:

@@ -349,7 +349,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
 def statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool = True, state: FilterState | None = None
 ) -> tuple[Tensor, LogitStats]:
-    """Return the log-probability of each label [N] and ``LogitStats``, through the custom operator if traced.
+    """Return −log p(label) [N] and ``LogitStats``, through the custom operator if traced.
 
     Without ``with_lse``, logsumexp and the label's logit may be empty. A ``state`` enables the gradient filter.
     """
@@ -361,5 +361,5 @@ def statistics(
             with compute_context(x.hidden):
                 return strategy.statistics(x, wanted, with_lse)
         outputs = _Fused.apply(strategy, *x)
-    stats = LogitStats(*outputs)
-    return stats.label_logit - stats.lse, stats
+    stats = LogitStats(*outputs[:6])
+    return outputs[6] if len(outputs) > 6 else stats.lse - stats.label_logit, stats

@@ -10,6 +10,7 @@ pass recomputes the logits (four GEMMs in all), so it works for any upstream gra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -73,12 +74,11 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
-def token_losses(log_probs: Tensor, stats: LogitStats, spec: LossSpec) -> Tensor:
+def token_losses(loss: Tensor, stats: LogitStats, spec: LossSpec) -> Tensor:
     """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing.
 
-    ``log_probs`` [N] is z_label − lse.
+    ``loss`` [N] is lse − z_label.
     """
-    loss = -log_probs
     if spec.label_smoothing:
         loss = loss + spec.label_smoothing * (stats.label_logit - stats.mean_logit)
     return loss + spec.z_loss * stats.lse.square() if spec.z_loss else loss
@@ -99,9 +99,9 @@ def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> t
     )
 
 
-def zero_ignored(stats: LogitStats, valid: Tensor) -> LogitStats:
-    """Return ``stats`` with zeros (False) at the tokens that are not ``valid`` [N]."""
-    return LogitStats(*(torch.where(valid, s, s.new_zeros(())) if s.numel() else s for s in stats))
+def zero_ignored(stats: Iterable[Tensor], valid: Tensor) -> list[Tensor]:
+    """Return ``stats``, each [N] or empty, with zeros (False) at the tokens that are not ``valid`` [N]."""
+    return [torch.where(valid, s, s.new_zeros(())) if s.numel() else s for s in stats]
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:

@@ -211,18 +211,19 @@ class FullLogits(Strategy):
         return z, z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
 
     def statistics(self, x: Inputs, wanted: WantedStats, with_lse: bool) -> tuple[Tensor, LogitStats]:
-        """Return the log-probability of each label and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
+        """Return −log p(label) [N] and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
         (z, log_p), index = self.logits(x), self.spec.ignore_index
-        log_probs = -F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
+        losses = F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
         if not (with_lse or any(wanted)):
-            return log_probs, LogitStats(*[log_probs.new_empty(0)] * 6)
-        valid, nothing = x.labels != index, log_probs.new_empty(0)
+            return losses, LogitStats(*[losses.new_empty(0)] * 6)
+        valid, nothing = x.labels != index, losses.new_empty(0)
         label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0].to(log_p.dtype)
         top1 = label_logit >= z.amax(1) if wanted.top1 else nothing
         found = reference.mean_entropy_and_squares(z, log_p, wanted)
         mean, entropy, log_sum_sq = (nothing if s is None else s for s in found)
         lse = z.logsumexp(1) if z.dtype == log_p.dtype else z.to(log_p.dtype).logsumexp(1)
-        return log_probs, reference.zero_ignored(LogitStats(lse, label_logit, mean, entropy, log_sum_sq, top1), valid)
+        stats = reference.zero_ignored((lse, label_logit, mean, entropy, log_sum_sq, top1), valid)
+        return losses, LogitStats(*stats)
 
     def loss(self, x: Inputs) -> Tensor:
         spec, (z, log_p) = self.spec, self.logits(x)
@@ -283,7 +284,7 @@ class Recompute(Strategy):
         else:
             stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
-            losses = reference.token_losses(stats.label_logit - stats.lse, stats, spec)
+            losses = reference.token_losses(stats.lse - stats.label_logit, stats, spec)
             loss, lse = losses.sum() * factor, stats.lse
         return (loss,), Saved(lse, factor=factor)
 
@@ -431,7 +432,10 @@ class Statistics(Strategy):
 
 
 class StoredStatistics(Statistics):
-    """Per-token statistics in PyTorch, with the logits in the inputs' dtype kept for the backward pass."""
+    """Per-token statistics in PyTorch, with the logits in the inputs' dtype kept for the backward pass.
+
+    The outputs are ``LogitStats`` and −log p(label).
+    """
 
     reads_weight_in_slabs = False
 
@@ -440,8 +444,18 @@ class StoredStatistics(Statistics):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         self.factor(x)
-        stats, self.cache = fallback.logit_stats(x, self.spec, self.wanted)
-        return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
+        stats, losses, self.cache = fallback.logit_stats(x, self.spec, self.wanted)
+        return (*stats, losses), Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
+
+    def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
+        grad_lse, grad_label, *others, grad_loss = upstream
+        if grad_loss is not None:
+            grad_lse = grad_loss if grad_lse is None else grad_lse + grad_loss
+            grad_label = -grad_loss if grad_label is None else grad_label - grad_loss
+        return super().token_grads(saved, (grad_lse, grad_label, *others))
+
+    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        return super().non_differentiable_outputs(outputs[:-1])
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         cache, self.cache = self.cache, None
