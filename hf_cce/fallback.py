@@ -422,7 +422,7 @@ def stored_gradients(
     """Return the gradients of hidden, weight and bias. The stored logits are overwritten."""
     z, v, (need_hidden, need_weight, need_bias) = stored.logits, x.weight.shape[0], spec.needs
     valid, labels = x.labels != spec.ignore_index, x.labels
-    lse = torch.where(valid, lse, math.inf)  # then p is zero
+    lse = torch.where(valid, lse, reference.IGNORED_LSE)
     grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
     if stored.rows is not None:
         labels, lse = labels[stored.rows], lse[stored.rows]

@@ -23,6 +23,8 @@ from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, Wante
 MIN_SCRATCH_BYTES = 16 * MIB
 # Against underflow in float16: a factor on probabilities, and what the largest upstream gradient of a divergence is scaled to.
 FP16_SCALE = 1024.0
+# logsumexp of ignored tokens, so that their probabilities are zero; finite, because 0 · inf would be NaN.
+IGNORED_LSE = 1e30
 
 # MKL bug (PyTorch issue 188792, oneMKL 2024.2): if the first call in a process is multi-threaded, a part of the result may have
 # only about 12 correct bits, once in some hundred processes on a busy machine. A first call on one element is single-threaded.
@@ -177,8 +179,8 @@ def logit_stats_backward(
         hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
         entropy = None if entropy is None else entropy[rows]
         grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
-    elif _would_sync(hidden):  # mask ignored rows instead of removing them: lse = inf makes p = 0
-        hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, math.inf)
+    elif _would_sync(hidden):  # mask ignored rows instead of removing them
+        hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, IGNORED_LSE)
         grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
     n = labels.numel()
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=acc_dtype, device=hidden.device)

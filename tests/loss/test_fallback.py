@@ -22,7 +22,7 @@ from losses import (
 from numerics import assert_accurate
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, reference
+from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, linear_log_probs, reference
 from hf_cce.dispatch import explain_dispatch
 
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
@@ -160,6 +160,27 @@ def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reference, "_would_sync", lambda x: True)
     options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")
     check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, options, torch.float32, "masked")
+
+
+@pytest.mark.parametrize("budget", ["auto", "1MiB"])
+def test_entropy_gradients_with_ignored_tokens(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With logits kept or recomputed. Tokens without a label are masked, as on a GPU, or computed to have 16 rows."""
+    n = 600 if budget == "1MiB" else 20
+    if budget == "1MiB":
+        monkeypatch.setattr(reference, "_would_sync", lambda x: True)
+    (hidden, weight, _), labels = make_inputs(n, 16, 999, torch.float32)
+    labels[8:] = -100
+
+    def gradients(dtype: torch.dtype, h: Tensor, y: Tensor) -> list[Tensor]:
+        leaves = [h.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        found = linear_log_probs(*leaves, y, entropy=True, config=CCEConfig(memory_budget=budget))
+        return list(torch.autograd.grad((found.entropy - found.log_probs).sum(), leaves))
+
+    found, exact = gradients(torch.float32, hidden, labels), gradients(torch.float64, hidden[:8], labels[:8])
+    assert not found[0][8:].any()
+    found[0] = found[0][:8]
+    for value, selected, true in zip(found, gradients(torch.float32, hidden[:8], labels[:8]), exact, strict=True):
+        assert_accurate(value, selected, true, budget)
 
 
 def test_dispatch_by_dtype_and_size() -> None:

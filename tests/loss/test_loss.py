@@ -332,8 +332,7 @@ def test_log_probs_and_statistics(
     n, v = (70, 131) if way == "triton" else (600, 999)
     inputs, labels = make_inputs(n, 64, v, dtype, on, bias=options.bias)
     config = CCEConfig("triton" if way == "triton" else "portable", 1 << 20 if way == "slabs" else "auto")
-    if way == "full":
-        monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: p.dtype == dtype)
+    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: way == "full" and p.dtype == dtype)
     monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)
     stored: list[Any] = []
     monkeypatch.setattr(
