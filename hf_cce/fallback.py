@@ -119,10 +119,7 @@ def _general_chunks(
     row_scale = torch.where(ignored, zero, scale).to(acc_dtype)[:, None] * spec.logit_scale
     losses, lses = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
     for rows in _chunks(n, 5 * acc_dtype.itemsize * v, spec.memory_budget):
-        f = z[rows].to(acc_dtype, copy=True)
-        if bias is not None:
-            f.add_(bias)
-        reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
+        f = _processed(z[rows], bias, spec)
         log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
         label_log_p = log_p.gather(1, y[rows])
         # If a bias of −inf masks the label, the difference is NaN.
@@ -353,7 +350,7 @@ def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget
 
 @dataclass
 class StoredLogits:
-    """Logits [n, V] in the inputs' dtype, before scale and softcap, and their hidden states with ignored rows zeroed."""
+    """Products h Wᵀ [n, V] in the inputs' dtype, and their hidden states with ignored rows zeroed."""
 
     logits: Tensor
     hidden: Tensor  # [n, D]
@@ -369,7 +366,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
     if chosen is not None:
         hidden, labels = hidden[chosen], labels[chosen]
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
-    stores, scaled = any(spec.needs), spec.logit_scale != 1.0 or spec.softcap > 0
+    stores = any(spec.needs)
     block = max(1, n) if stores else _token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     slab, y = _logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
@@ -379,15 +376,10 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
     for start in range(0, n, block):
         h = hidden[start : start + block]
         z = slab[: len(h)]
-        if x.bias is None:
-            torch.mm(h, x.weight.t(), out=z)
-        else:
-            torch.addmm(x.bias, h, x.weight.t(), out=z)
+        torch.mm(h, x.weight.t(), out=z)
         for chunk in _chunks(len(h), copies * acc_dtype.itemsize * v, _bytes_beside(slab, spec)):
-            rows, f = slice(start + chunk.start, start + chunk.stop), z[chunk]
-            if scaled:
-                f = f.to(acc_dtype, copy=True)
-                reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
+            rows = slice(start + chunk.start, start + chunk.stop)
+            f = z[chunk] if x.bias is None and _is_plain(spec) else _processed(z[chunk], x.bias, spec)
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
             label_logit[rows] = f.gather(1, y[rows])
             torch.gather(log_p, 1, y[rows], out=log_prob[rows])
@@ -411,6 +403,12 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
     return LogitStats(*stats), losses, StoredLogits(slab, hidden, chosen) if stores else None
 
 
+def _processed(z: Tensor, bias: Tensor | None, spec: LossSpec) -> Tensor:
+    """Return logits in the accumulation dtype from the products ``z`` [n, V], which are copied."""
+    f = z.to(accumulation_dtype(z.dtype), copy=True)
+    return reference.apply_scale_and_softcap_(f if bias is None else f.add_(bias), spec.logit_scale, spec.softcap)
+
+
 def _bytes_beside(z: Tensor, spec: LossSpec) -> int:
     """Return the workspace for chunks of the logits ``z``: on a GPU what they leave of the budget, so that launches are few."""
     return max(CHUNK_BYTES, spec.memory_budget - z.element_size() * z.numel()) if z.is_cuda else CHUNK_BYTES_CPU
@@ -428,12 +426,11 @@ def stored_gradients(
         labels, lse = labels[stored.rows], lse[stored.rows]
         entropy = None if entropy is None else entropy[stored.rows]
         grads = TokenGrads(*(None if g is None else g[stored.rows] for g in grads))  # type: ignore[arg-type]
-    if spec.logit_scale == 1.0 and not spec.softcap and grads.entropy is None:
+    if x.bias is None and _is_plain(spec) and grads.entropy is None:
         _plain_gradients(z, labels.masked_fill(labels == spec.ignore_index, 0)[:, None], spec, grads)
     else:
         for chunk in _chunks(len(z), 3 * lse.element_size() * v, _bytes_beside(z, spec)):
-            f = z[chunk].to(lse.dtype, copy=True)
-            reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
+            f = _processed(z[chunk], x.bias, spec)
             of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
             some_entropy = None if entropy is None else entropy[chunk]
             z[chunk] = reference.logit_gradients(f, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)

@@ -88,6 +88,11 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(word[-1:] in "02468" for word in completion.split()) / 8 for completion in completions]
 
 
+def code_sum(completions: list[str], **_: Any) -> list[float]:
+    """Return rewards that differ in each group: Adam would turn rounding errors into a full step if the gradient were zero."""
+    return [sum(map(ord, completion)) % 17 / 17 for completion in completions]
+
+
 def has_w4(completions: list[str], **_: Any) -> list[float]:
     return [float("w4" in completion) for completion in completions]
 
@@ -111,7 +116,7 @@ def experimental(name: str, rows: Callable[[], Any] = preferences, **usual: Any)
 
 
 sft = trainer_of("SFT", texts, gradient_accumulation_steps=2, max_length=24)
-SAMPLING = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05, "reward": even_words}
+SAMPLING = {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.05, "reward": code_sum}
 # Their losses use the logits of calls without labels.
 PREFERENCE: dict[str, Callable[..., Any]] = {
     "orpo": experimental("ORPO", max_length=16),
