@@ -357,10 +357,13 @@ class StoredLogits:
     rows: Tensor | None  # [n], indices of these rows; None: all
 
 
-def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitStats, Tensor, StoredLogits | None]:
+def logit_stats(
+    x: Inputs, spec: LossSpec, wanted: WantedStats, check_labels: Callable[[], object]
+) -> tuple[LogitStats, Tensor, StoredLogits | None]:
     """Return the statistics of each token, −log p(label) [N] and, if a gradient is needed, logits for ``stored_gradients``.
 
-    −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1.
+    −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1. ``check_labels`` is called
+    when a GPU has its first GEMM.
     """
     hidden, labels, chosen = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
     if chosen is not None:
@@ -377,6 +380,8 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> tuple[LogitSt
         h = hidden[start : start + block]
         z = slab[: len(h)]
         torch.mm(h, x.weight.t(), out=z)
+        if start == 0:
+            check_labels()
         for chunk in _chunks(len(h), copies * acc_dtype.itemsize * v, _bytes_beside(slab, spec)):
             rows = slice(start + chunk.start, start + chunk.stop)
             f = z[chunk] if x.bias is None and _is_plain(spec) else _processed(z[chunk], x.bias, spec)

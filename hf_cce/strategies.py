@@ -443,8 +443,7 @@ class StoredStatistics(Statistics):
         super().__init__(spec, wanted, False)
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        self.factor(x)
-        stats, losses, self.cache = fallback.logit_stats(x, self.spec, self.wanted)
+        stats, losses, self.cache = fallback.logit_stats(x, self.spec, self.wanted, lambda: self.factor(x))
         return (*stats, losses), Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
 
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
