@@ -200,34 +200,38 @@ class FullLogits(Strategy):
     def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
         super().__init__(spec, divisor, False)
 
-    def logits(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return logits and log-probabilities [N, V]."""
+    def logits(self, x: Inputs) -> Tensor:
+        """Return the logits [N, V], in the inputs' dtype or the accumulation dtype."""
         spec, z = self.spec, F.linear(x.hidden, x.weight, x.bias)
         dtype = accumulation_dtype(z.dtype)
         if spec.logit_scale != 1.0:
             z = z.to(dtype) * spec.logit_scale
         if spec.softcap:
             z = spec.softcap * torch.tanh(z.to(dtype) / spec.softcap)
-        return z, z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        return z
 
     def statistics(self, x: Inputs, wanted: WantedStats, with_lse: bool) -> tuple[Tensor, LogitStats]:
         """Return −log p(label) [N] and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
-        (z, log_p), index = self.logits(x), self.spec.ignore_index
+        z, index, others = self.logits(x), self.spec.ignore_index, with_lse or any(wanted)
+        dtype = accumulation_dtype(z.dtype)
+        z = z.to(dtype) if others else z  # the gradients of several statistics are summed before they are rounded
+        log_p = z.log_softmax(1, dtype=dtype)
         losses = F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
-        if not (with_lse or any(wanted)):
-            return losses, LogitStats(*[losses.new_empty(0)] * 6)
-        valid, nothing = x.labels != index, losses.new_empty(0)
-        label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0].to(log_p.dtype)
+        nothing = losses.new_empty(0)
+        if not others:
+            return losses, LogitStats(*[nothing] * 6)
+        valid = x.labels != index
+        label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0]
         top1 = label_logit >= z.amax(1) if wanted.top1 else nothing
         found = reference.mean_entropy_and_squares(z, log_p, wanted)
         mean, entropy, log_sum_sq = (nothing if s is None else s for s in found)
-        lse = z.logsumexp(1) if z.dtype == log_p.dtype else z.to(log_p.dtype).logsumexp(1)
-        stats = reference.zero_ignored((lse, label_logit, mean, entropy, log_sum_sq, top1), valid)
+        stats = reference.zero_ignored((z.logsumexp(1), label_logit, mean, entropy, log_sum_sq, top1), valid)
         return losses, LogitStats(*stats)
 
     def loss(self, x: Inputs) -> Tensor:
-        spec, (z, log_p) = self.spec, self.logits(x)
-        dtype = log_p.dtype
+        spec, z = self.spec, self.logits(x)
+        dtype = accumulation_dtype(z.dtype)
+        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
         options = spec.label_smoothing or spec.z_loss
         mean = not options and self.divisor.items is None and self.divisor.number == 0
         # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.

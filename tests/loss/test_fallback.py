@@ -162,6 +162,18 @@ def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) ->
     check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, options, torch.float32, "masked")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["kept logits", "full logits"])
+def test_losses_of_tokens(full: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: full)
+    monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)  # several chunks
+    for options in (PLAIN, Options(label_smoothing=0.1), Options(z_loss=1e-2), EVERYTHING):
+        for ignored in ("none", "some", "all"):
+            inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored=ignored)
+            each = replace(options, reduction="none")
+            check_against_plain(fused_loss(CCEConfig()), inputs, labels, each, dtype, f"{options} {ignored}")
+
+
 @pytest.mark.parametrize("budget", ["auto", "1MiB"])
 def test_entropy_gradients_with_ignored_tokens(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With logits kept or recomputed. Tokens without a label are masked, as on a GPU, or computed to have 16 rows."""

@@ -334,6 +334,7 @@ def test_log_probs_and_statistics(
     config = CCEConfig("triton" if way == "triton" else "portable", 1 << 20 if way == "slabs" else "auto")
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: way == "full" and p.dtype == dtype)
     monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)
+    monkeypatch.setattr(fallback, "_token_block", lambda *_: 32)
     stored: list[Any] = []
     monkeypatch.setattr(
         fallback, "logit_stats", lambda *args, real=fallback.logit_stats: stored.append(1) or real(*args)
@@ -374,7 +375,6 @@ def test_log_probs_and_statistics(
     for name, a, t, e in zip(names, actual, baseline, exact, strict=False):
         assert_accurate(a, t, e, name, dtype)
     if way == "stored":  # without a gradient, in blocks of tokens that share one buffer
-        monkeypatch.setattr(fallback, "_token_block", lambda *_: 32)
         with torch.no_grad():
             for name, a, t, e in zip(names, fused(*inputs)[0], baseline, exact, strict=False):
                 assert_accurate(a, t, e, f"{name} in blocks", dtype)
