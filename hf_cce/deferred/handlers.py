@@ -82,8 +82,19 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
-HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
+
+
+@implements("clone")
+def _clone(x: Any) -> Any:
+    made = x._derive(torch.clone, lambda r: r.with_ops())
+    return made if x.base is None else _with_base(made, _clone(x.base), x)
+
+
+def _with_base(made: Any, base: Any, parent: Any) -> Any:
+    """Note that the distribution ``made`` is one of the logits ``base``, so that products of two of them can be recorded."""
+    made.base, made.parent = base, parent
+    return made
 
 
 @implements("contiguous")
@@ -92,13 +103,12 @@ def _contiguous(x: Any) -> Any:
     r = x.recipe
     is_part = len(r.leaves) > 0 and r.weight is not r.leaves[1]  # of the vocabulary
     is_moved = r.hidden_states is not r.laid_out and not r.hidden_states.is_contiguous()
-    return HANDLERS["clone"](x) if r.class_first or is_part or is_moved else x
+    return _clone(x) if r.class_first or is_part or is_moved else x
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
     made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=nonlinear)
-    made.base = None if _is_watched(x) else x.base
-    return made
+    return made if x.base is None else _with_base(made, x.base, x)
 
 
 def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +134,7 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
         return moved.with_ops() if copies or _is_copy(r, made) else moved
 
     derived = x._derive(op, change)
-    # So that a product of parts of two distributions is known to be one of the same logits
-    if x.base is not None and not _is_watched(x):
-        derived.base = _apply_to_token_dims(x.base, op, copies)
-    return derived
+    return derived if x.base is None else _with_base(derived, _apply_to_token_dims(x.base, op, copies), x)
 
 
 def _is_copy(r: Recipe, made: Tensor) -> bool:
@@ -306,8 +313,9 @@ def _product(x: Any, other: Any) -> Any:
 
 
 def _is_watched(x: Any) -> bool:
-    """Return True if ``x`` has hooks or keeps its gradient: a recorded product would skip both."""
-    return isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
+    """Return True if ``x``, or what it was computed from, has hooks or keeps its gradient: a recorded product would skip both."""
+    watched = isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
+    return watched or (x.parent is not None and _is_watched(x.parent))
 
 
 def _are_alike(x: Any, other: Any) -> bool:

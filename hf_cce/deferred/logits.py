@@ -70,6 +70,7 @@ class LazyLogits(LazyTensor):
     recipe: Recipe
     shared_storage: SharedStorage
     base: Any = None  # of a distribution: the logits that softmax was applied to
+    parent: Any = None  # of a distribution: the one that it was computed from, if any
     has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses

@@ -222,6 +222,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "entropy from the left": lambda x: torch.sum(x.log_softmax(-1) * -x.softmax(-1), dim=-1, keepdim=True),
     "entropy of the same logits, made twice": lambda x: ((x / 2.0).softmax(-1) * F.log_softmax(x / 2.0, -1)).sum(-1),
     "entropy of a part": lambda x: (lambda log_p: -(log_p.exp() * log_p).sum(-1))(x.log_softmax(-1)[:, 1:]),
+    "entropy of a copied part": lambda x: (lambda log_p: -(log_p.exp() * log_p).sum(-1))(
+        x.log_softmax(-1)[:, 1:].contiguous()
+    ),
     "entropy by logarithm": lambda x: (lambda p: (p * p.log()).sum(-1))(x.softmax(-1)),
     "entropy by pieces": by_pieces,
     "entropy by logsumexp": lambda x: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1),

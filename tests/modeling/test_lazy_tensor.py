@@ -226,6 +226,13 @@ def entropy_after_hook(change: Callable[[Tensor], Tensor]) -> Loss:
     return loss_of
 
 
+def entropy_before_hook(outputs: Any) -> Tensor:
+    log_p = outputs.logits.log_softmax(-1)
+    part = log_p[:, 1:].contiguous()
+    log_p.register_hook(lambda grad: 2 * grad)
+    return outputs.loss + negative_entropy(part)
+
+
 def entropy_with_retained_gradient(outputs: Any) -> Tensor:
     log_p = outputs.logits.log_softmax(-1)
     log_p.retain_grad()
@@ -355,6 +362,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "compiled loss of both": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + divergence(x)), True),
     "entropy of a part after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p[:, 1:]), True),
     "entropy of a cast after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p.double()), True),
+    "entropy of a part before a hook": (unchanged, entropy_before_hook, True),
     "entropy with a retained gradient": (unchanged, entropy_with_retained_gradient, True),
     "entropy of a detached leaf": (unchanged, entropy_of_a_detached_leaf, True),
     "masked after softmax": (unchanged, masked_after_softmax, True),
