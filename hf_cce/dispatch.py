@@ -292,10 +292,10 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
 
 def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
-    if prefers_full_logits(Problem.of(x), spec):
+    p = Problem.of(x)
+    if prefers_full_logits(p, spec):
         return FullLogits(spec, SUM)
     statistics = dispatch_fused_statistics(x, spec, wanted)
-    p = Problem.of(x)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)
@@ -313,6 +313,7 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
         return Statistics(remaining, wanted, True)
     stored = p.dtype.itemsize * p.tokens * p.vocab_size if any(spec.needs) else 0
     if spec.auto_budget:
+        # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
         budget = stored + max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 6)
         remaining = remaining._replace(memory_budget=budget)
     if keeps_logits and (spec.auto_budget or stored <= remaining.memory_budget // 2):

@@ -375,7 +375,7 @@ def logit_stats(
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
     mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
-    copies = 2 + 2 * wanted.entropy + wanted.log_sum_sq
+    copies = 2 + 3 * wanted.entropy + wanted.log_sum_sq  # as many float arrays [n, V] exist at once
     for start in range(0, n, block):
         h = hidden[start : start + block]
         z = slab[: len(h)]
