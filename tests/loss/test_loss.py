@@ -526,5 +526,7 @@ def test_strategies_get_aligned_labels(loss: Any, compiled: bool, monkeypatch: p
     assert labels[1:].data_ptr() % 16 == 8
     assert seen == [0, 0]
     # Compiled calls may compute in another way than eager ones
-    eager, exact = (function(hidden.to(dtype), weight.to(dtype), labels[1:]) for dtype in (torch.float32, torch.float64))
+    eager, exact = (
+        function(hidden.to(dtype), weight.to(dtype), labels[1:]) for dtype in (torch.float32, torch.float64)
+    )
     assert_accurate(expected, eager, exact, "compiled" if compiled else "eager")
