@@ -233,7 +233,7 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
     on_cpu = p.device.type == "cpu"
     # On a CPU a 16-bit matmul cannot write float32 results, which summing dW over several token blocks would need.
     one_block = fits_one_block(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
-    return any(spec.needs) and (not on_cpu or one_block or not spec.needs[1])
+    return not on_cpu or one_block or not spec.needs[1]
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
@@ -311,14 +311,38 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
         return Statistics(spec, wanted, False)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
         return Statistics(remaining, wanted, True)
-    stored = p.dtype.itemsize * p.tokens * p.vocab_size if any(spec.needs) else 0
-    if spec.auto_budget:
-        # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
-        budget = stored + max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 6)
-        remaining = remaining._replace(memory_budget=budget)
-    if keeps_logits and (spec.auto_budget or stored <= remaining.memory_budget // 2):
+    stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
+    remaining = remaining._replace(memory_budget=stored + beside)
+    if keeps_logits and fits:
         return StoredStatistics(remaining, wanted)
     return Statistics(remaining, wanted, False)
+
+
+def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
+    """Return the bytes of the logits that a pass in PyTorch keeps if it ``trains``, its other workspace, and whether they fit."""
+    stored = p.dtype.itemsize * p.tokens * p.vocab_size if trains else 0
+    if auto:
+        # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
+        return stored, max(memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 6), True
+    return stored, memory_budget - stored, 2 * stored <= memory_budget
+
+
+def dispatch_divergence(
+    p: Problem, config: CCEConfig, triton: bool, top_k: bool, trains: bool
+) -> tuple[int, bool, bool]:
+    """Return (bytes of workspace, True for the Triton kernels, True if PyTorch keeps logits) for a divergence.
+
+    ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
+    """
+    budget, few = config.workspace_bytes(p.tokens), p.tokens * p.vocab_size <= FULL_LOGITS_MAX
+    if triton and config.implementation == "auto" and p.device.type == "cuda":
+        triton = not few and not (
+            top_k and p.dtype == torch.float16
+        )  # there is no kernel for gradients of a top-k teacher
+    if triton:
+        return budget, True, False
+    _, beside, fits = _kept_logits(p, budget, config.memory_budget == "auto", trains)
+    return (beside if fits else budget), False, fits
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

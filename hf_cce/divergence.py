@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple, ParamSpec, get_args
+from typing import Any, Literal, NamedTuple, ParamSpec, get_args
 
 import torch
 from torch import Tensor
@@ -17,11 +17,22 @@ from torch import Tensor
 from hf_cce import checks
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
-from hf_cce.dispatch import choose_implementation
-from hf_cce.divergence_passes import Divergence, DivergenceSpec, Head, Tokens
+from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
+from hf_cce.divergence_passes import (
+    DivergenceSpec,
+    Head,
+    Tokens,
+    WantedGrads,
+    gradients,
+    prepare_heads,
+    refuse_second_derivative,
+    row_stats,
+)
+from hf_cce.divergence_rows import divergence_of_rows, gradients_of_rows
 from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
+from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
-from hf_cce.spec import accumulation_dtype
+from hf_cce.spec import Divisor, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
@@ -132,17 +143,87 @@ def linear_divergence(
         raise ValueError(f"temperature must be positive, got {temperature}")
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
     mixed = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
-    losses, _ = token_divergences(student, teacher, mixed, float(temperature), mask, config)
-    if reduction == "none":
-        return losses
-    counts = losses.new_ones(losses.shape, dtype=torch.long) if mask is None else (mask != 0).long()
-    _, factor = validate_labels(counts, 0, 2, checks.make_divisor(reduction, num_items_in_batch, losses.device))
-    return losses.sum() * factor.to(losses.dtype)
+
+    config = checks.check_config(config)
+    head, flat = _prepare_student(student, float(temperature), mask)
+    valid = head.hidden.new_ones(len(head.hidden), dtype=torch.long) if flat is None else flat.long()
+    divisor = Divisor(number=1.0)
+    if reduction != "none":
+        divisor = checks.make_divisor(reduction, num_items_in_batch, valid.device)
+    factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
+    given = _prepare_teacher(teacher, student_hidden, float(temperature))
+    losses, _ = _divergences(head, given, flat, mixed, config, factor=factor)
+    return losses.view(student_hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
+
+
+class Divergence(torch.autograd.Function):
+    """Autograd function for (divergence [N], student entropy [N] or empty), zero for tokens that are not selected."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
+        spec: DivergenceSpec, factor: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        v, n = weight.shape[0], hidden.shape[0]
+        v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
+        student = student._replace(hidden=hidden, weight=weight, bias=bias)
+        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
+            spec = replace(spec, triton=False, keeps_logits=False)  # a kernel cannot be launched for zero tokens
+        s, t = prepare_heads(student, teacher, v, tokens, spec)
+        ctx.logit_grads = None
+        rows: tuple[Tensor, ...] = ()
+        with compute_context(hidden):
+            if spec.keeps_logits:
+                expected = factor if any(ctx.needs_input_grad[:3]) else None
+                divergence, entropy, ctx.logit_grads = divergence_of_rows(s, t, tokens, spec, expected)
+            else:
+                lse, teacher_lse, divergence, offset, entropy = row_stats(s, t, tokens, spec)
+                rows = (lse, teacher_lse, offset)
+        # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
+        ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
+        given = (None, None, None) if ctx.teacher else teacher[:3]
+        ctx.save_for_backward(hidden, weight, bias, *given, *tokens, *rows)
+        ctx.rest = student[3:], teacher[3:], v, spec
+        ctx.set_materialize_grads(False)
+        entropy = tokens.scatter(entropy, n) if spec.entropy else entropy
+        ctx.mark_non_differentiable(entropy)
+        return tokens.scatter(divergence, n), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 8
+        refuse_second_derivative()
+        saved = ctx.saved_tensors
+        student_form, teacher_form, v, spec = ctx.rest
+        student, teacher, tokens = (
+            Head(*saved[:3], *student_form),
+            ctx.teacher or Head(*saved[3:6], *teacher_form),
+            Tokens(*saved[6:8]),
+        )
+        s, t = prepare_heads(student, teacher, v, tokens, spec)
+        grad = grad.to(accumulation_dtype(student.hidden.dtype))
+        grad = tokens.gather(grad[:, None])[:, 0].contiguous()
+        wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
+        logit_grads, ctx.logit_grads = ctx.logit_grads, None
+        with compute_context(student.hidden):
+            if logit_grads is not None:
+                grads = gradients_of_rows(logit_grads, s, grad, wanted)
+            else:
+                rows = saved[8:]
+                if not rows:  # a second backward pass: the kept logits have been consumed
+                    found = row_stats(s, t, tokens, spec)
+                    rows = (found.lse, found.teacher_lse, found.offset)
+                grads = gradients(s, t, tokens, rows, grad, spec, wanted)
+        grad_hidden, grad_weight, grad_bias = grads
+        if grad_hidden is not None:
+            grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def token_divergences(
     student: TeacherHead,
-    teacher: TeacherHead | TeacherTopK | Tensor,
+    teacher: TeacherHead | Tensor,
     beta: float,
     temperature: float,
     mask: Tensor | None,
@@ -150,22 +231,45 @@ def token_divergences(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
-    config = checks.check_config(config)
-    head = _prepare_head(student, "student_", temperature)
-    shape = student.hidden_states.shape[:-1]
-    flat = None if mask is None else _prepare_mask(mask, student.hidden_states)
-    implementation = choose_implementation(head.hidden.device, head.hidden.dtype, config.implementation)
-    n = head.hidden.shape[0]
-    spec = DivergenceSpec(beta, entropy, config.workspace_bytes(n), implementation == "triton")
-    tokens = Tokens.of(flat, n, head.hidden.device)
-    if isinstance(teacher, TeacherTopK):
-        _check_top_k(teacher, student.hidden_states)
-        return _top_k_divergence(head, teacher, flat, spec).view(shape), None
+    config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
+    head, flat = _prepare_student(student, temperature, mask)
     given = _prepare_teacher(teacher, student.hidden_states, temperature)
-    if spec.triton and given.hidden.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        spec = replace(spec, triton=False)
-    found, entropies = Divergence.apply(*head[:3], head, given, tokens, spec)
-    return found.view(shape), entropies.view(shape) if entropy else None
+    found, entropies = _divergences(head, given, flat, beta, config, entropy)
+    return found.view(shape), None if entropies is None else entropies.view(shape)
+
+
+def _divergences(
+    student: Head,
+    teacher: Head | TeacherTopK,
+    mask: Tensor | None,
+    beta: float,
+    config: CCEConfig,
+    entropy: bool = False,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (divergence [N], student entropy [N] or None). ``factor``: a scalar that upstream gradients contain."""
+    hidden, weight, *_ = student
+    assert weight is not None
+    triton = choose_implementation(hidden.device, hidden.dtype, config.implementation) == "triton"
+    if isinstance(teacher, Head):
+        triton &= teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
+    top_k = isinstance(teacher, TeacherTopK)
+    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, triton, top_k, trains))
+    if isinstance(teacher, TeacherTopK):
+        return _top_k_divergence(student, teacher, mask, spec), None
+    if factor is None:
+        factor = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+    tokens = Tokens.of(mask, len(hidden), hidden.device)
+    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, factor)
+    return found, entropies if entropy else None
+
+
+def _prepare_student(x: TeacherHead, temperature: float, mask: Tensor | None) -> tuple[Head, Tensor | None]:
+    """Check the student and the mask; return them flattened."""
+    head = _prepare_head(x, "student_", temperature)
+    return head, None if mask is None else _prepare_mask(mask, x.hidden_states)
 
 
 def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
@@ -179,8 +283,12 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
 
 
-def _prepare_teacher(teacher: TeacherHead | Tensor, student_hidden: Tensor, temperature: float) -> Head:
-    """Check a teacher given by a head or by logits; return it detached and flattened."""
+def _prepare_teacher(
+    teacher: TeacherHead | TeacherTopK | Tensor, student_hidden: Tensor, temperature: float
+) -> Head | TeacherTopK:
+    """Check the teacher; return it detached and flattened."""
+    if isinstance(teacher, TeacherTopK):
+        return _prepare_top_k(teacher, student_hidden)
     if isinstance(teacher, TeacherHead):
         found = _prepare_head(teacher, "teacher ", temperature)
         hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
@@ -211,8 +319,7 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
     """Return the divergence of each token [N] from a top-k teacher."""
     assert student.weight is not None
     v = student.weight.shape[0]
-    ids = teacher.ids.reshape(-1, teacher.ids.shape[-1]).long()
-    log_pt = teacher.log_probs.detach().reshape(ids.shape).to(accumulation_dtype(student.hidden.dtype))
+    ids, log_pt = teacher.ids, teacher.log_probs.to(accumulation_dtype(student.hidden.dtype))
     if mask is not None:  # NaN in an excluded token must not propagate
         student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
         ids = torch.where(mask[:, None], ids, 0)
@@ -237,7 +344,7 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
     return losses if mask is None else torch.where(mask, losses, 0)
 
 
-def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
+def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
     ids, log_probs, tail = teacher
     checks.check_tensor("teacher ids", "[..., k]", ids)
     checks.check_tensor("teacher log_probs", "[..., k]", log_probs)
@@ -257,6 +364,8 @@ def _check_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> None:
         raise ValueError(
             f"teacher ids and log_probs must have the same shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
         )
+    ids = ids.reshape(-1, ids.shape[-1]).long()
+    return TeacherTopK(ids, log_probs.detach().reshape(ids.shape), tail)
 
 
 def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:

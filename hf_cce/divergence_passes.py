@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_cce.ops import compute_context
 from hf_cce.reference import (
     FP16_SCALE,
     add_product,
@@ -57,6 +56,12 @@ class Head(NamedTuple):
             z = matmul_acc(self.hidden, self.weight.t())
         return apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias), self.logit_scale, self.softcap)
 
+    def finish(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return logits from hidden · weightᵀ + bias: in ``dtype``, or ``z`` itself without scale and softcap."""
+        if self.logit_scale == 1.0 and not self.softcap:
+            return z
+        return apply_scale_and_softcap_(z.to(dtype, copy=True), self.logit_scale, self.softcap)
+
     def logit_derivative(self, z: Tensor) -> Tensor | float:
         """Return ∂z/∂x at ``z``, where x is the logit before scale and softcap."""
         if not self.softcap:
@@ -80,11 +85,11 @@ class Tokens(NamedTuple):
             return cls(order, torch.tensor(order.numel()))
         return cls(torch.argsort(~mask, stable=True), mask.sum())
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of ``x`` [N, ·] in this order, zeroed where not selected so that NaN there cannot propagate."""
+    def gather(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return ``rows`` of ``x`` [N, ·] in this order, zeroed where not selected so that NaN there cannot propagate."""
         if self.order is None:
-            return x
-        return torch.where(self.valid(x)[:, None], x.index_select(0, self.order), 0)
+            return x[rows]
+        return torch.where(self.valid(x)[rows, None], x.index_select(0, self.order[rows]), 0)
 
     def valid(self, x: Tensor) -> Tensor:
         assert self.order is not None
@@ -104,8 +109,9 @@ class DivergenceSpec:
 
     beta: float
     entropy: bool  # also return the student's entropy, for logging
-    memory_budget: int  # bytes
+    memory_budget: int  # bytes, beside kept logits
     triton: bool
+    keeps_logits: bool = False  # in PyTorch, see ``hf_cce.divergence_rows``
 
     @property
     def kl(self) -> bool:
@@ -277,14 +283,14 @@ def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> PartialStats:
     return PartialStats(lse, teacher_lse, gap, expectation)
 
 
-def _log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
+def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
 def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return a slab's part of (KL(p_s ‖ m), JSD), [N] each. Overwrites the logits."""
     log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
-    log_m = _log_mixture(log_ps, log_pt, beta)
+    log_m = log_mixture(log_ps, log_pt, beta)
     teacher = _expectation(log_pt.exp(), log_pt - log_m)
     student = _expectation(log_ps.exp(), log_ps.sub_(log_m))
     return student, (1 - beta) * student + beta * teacher
@@ -304,7 +310,7 @@ def _slab_gradient(
     elif beta == 1.0:
         g = torch.where(p > 0, p * log_ps.sub_(log_pt).sub_(offset), 0)
     else:
-        log_m = _log_mixture(log_ps, log_pt, beta)
+        log_m = log_mixture(log_ps, log_pt, beta)
         g = torch.where(p > 0, p * log_ps.sub_(log_m).sub_(offset), 0).mul_(1 - beta)
     return g.mul_(grad[:, None]).mul_(derivative)
 
@@ -336,11 +342,11 @@ def gradients(
 
 
 def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
-    """Return what float16 upstream gradients are divided by, and results multiplied by, against underflow; else None."""
+    """Return the power of two that float16 upstream gradients are divided by, and results multiplied by, against underflow."""
     if dtype != torch.float16 or not grads[0].numel():
         return None
     largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
-    return torch.where(largest > 0, largest / FP16_SCALE, 1.0)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest / FP16_SCALE).exponent)
 
 
 def head_gradients(
@@ -382,56 +388,7 @@ def head_gradients(
     return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, grad_bias
 
 
-class Divergence(torch.autograd.Function):
-    """Autograd function for (divergence [N], student entropy [N] or empty), zero for tokens that are not selected."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
-        spec: DivergenceSpec,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        v, n = weight.shape[0], hidden.shape[0]
-        v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
-        student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
-            spec = replace(spec, triton=False)  # a kernel cannot be launched for zero tokens
-        s, t = _prepare_heads(student, teacher, v, tokens, spec)
-        with compute_context(hidden):
-            stats = row_stats(s, t, tokens, spec)
-        # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
-        ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
-        given = (None, None, None) if ctx.teacher else teacher[:3]
-        ctx.save_for_backward(hidden, weight, bias, *given, *tokens, stats.lse, stats.teacher_lse, stats.offset)
-        ctx.rest = student[3:], teacher[3:], v, spec
-        ctx.set_materialize_grads(False)
-        entropy = tokens.scatter(stats.entropy, n) if spec.entropy else stats.entropy
-        ctx.mark_non_differentiable(entropy)
-        return tokens.scatter(stats.divergence, n), entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * 7
-        refuse_second_derivative()
-        saved = ctx.saved_tensors
-        student_form, teacher_form, v, spec = ctx.rest
-        student, teacher, tokens = (
-            Head(*saved[:3], *student_form),
-            ctx.teacher or Head(*saved[3:6], *teacher_form),
-            Tokens(*saved[6:8]),
-        )
-        s, t = _prepare_heads(student, teacher, v, tokens, spec)
-        grad = grad.to(accumulation_dtype(student.hidden.dtype))
-        grad = tokens.gather(grad[:, None])[:, 0].contiguous()
-        with compute_context(student.hidden):
-            wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
-            grad_hidden, grad_weight, grad_bias = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
-        if grad_hidden is not None:
-            grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
-
-
-def _prepare_heads(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
+def prepare_heads(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
     """Return both heads truncated to ``v`` vocabulary entries, with the rows in the order of ``tokens``."""
     heads = [x.columns(0, v) for x in (student, teacher)]
     heads = [x if x.weight is None else x._replace(hidden=tokens.gather(x.hidden)) for x in heads]

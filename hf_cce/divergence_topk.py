@@ -11,11 +11,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
+    HeadGrads,
     WantedGrads,
     divergence_kernels,
     fp16_unit,
@@ -24,6 +26,8 @@ from hf_cce.divergence_passes import (
     portable_column_bytes,
     refuse_second_derivative,
 )
+from hf_cce.divergence_rows import products, row_chunks
+from hf_cce.fallback import LogitGrads, empty_logits
 from hf_cce.ops import compute_context
 from hf_cce.reference import apply_scale_and_softcap_
 from hf_cce.spec import accumulation_dtype
@@ -59,9 +63,14 @@ class SupportLogits(torch.autograd.Function):
         spec: DivergenceSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
+        ctx.kept = None
         with compute_context(hidden):
-            z = _logits_of(ids, student, spec)
-            lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
+            if spec.keeps_logits and normalize and len(hidden):
+                z, lse, kept = _of_all_logits(ids, student, spec)
+                ctx.kept = kept if any(ctx.needs_input_grad[:3]) else None
+            else:
+                z = _logits_of(ids, student, spec)
+                lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, student.logit_derivative(z) * torch.ones_like(z))
         ctx.form, ctx.normalize, ctx.spec = student[3:], normalize, spec
         return z, lse
@@ -76,23 +85,52 @@ class SupportLogits(torch.autograd.Function):
         if unit is not None:
             grad_z, grad_lse = grad_z / unit, grad_lse / unit
 
-        def slab_grad(slab: slice) -> Tensor:
+        def gradient(z: Tensor | None, rows: slice, slab: slice) -> Tensor:
+            """Return the gradient of some rows and columns of the logits before scale and softcap; overwrites ``z``."""
             width = slab.stop - slab.start
-            if normalize:
-                z = student.columns(slab.start, slab.stop).logits()
-                derivative = student.logit_derivative(z)
-                g = z.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None]).mul_(derivative)
+            inside, columns = (ids[rows] >= slab.start) & (ids[rows] < slab.stop), ids[rows] - slab.start
+            if z is None:
+                g = grad_z.new_zeros(len(columns), width)
             else:
-                g = grad_z.new_zeros(ids.shape[0], width)
-            inside = (ids >= slab.start) & (ids < slab.stop)
-            columns = (ids - slab.start).clamp_(0, width - 1)
-            return g.scatter_add_(1, columns, torch.where(inside, grad_z, 0))
+                derivative = student.logit_derivative(z)
+                g = z.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None]).mul_(derivative)
+            return g.scatter_add_(1, columns.clamp_(0, width - 1), torch.where(inside, grad_z[rows], 0))
 
+        def slab_grad(slab: slice) -> Tensor:
+            logits = student.columns(slab.start, slab.stop).logits() if normalize else None
+            return gradient(logits, slice(None), slab)
+
+        kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):
-            reserved_bytes = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
-            slabs = make_slabs(student, spec, portable_column_bytes(student), reserved_bytes)
-            wanted = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
-            return *head_gradients(student, slabs, slab_grad, unit, wanted), None, None, None, None
+            wanted, v = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0]), weight.shape[0]
+            if spec.keeps_logits and len(hidden) and (kept is not None or not normalize):
+                kept = empty_logits(hidden, v, len(hidden)) if kept is None else kept
+                for rows in row_chunks(kept, 2 + (student.softcap > 0), spec):
+                    logits = student.finish(kept[rows], lse.dtype).to(lse.dtype) if normalize else None
+                    kept[rows] = gradient(logits, rows, slice(0, v))
+                ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
+                grads = LogitGrads(kept, hidden, None, 1.0)
+                found: HeadGrads = grads.products(weight, wanted.needs, ones[0] if unit is None else unit, ones)
+            else:
+                reserved_bytes = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
+                slabs = make_slabs(student, spec, portable_column_bytes(student), reserved_bytes)
+                found = head_gradients(student, slabs, slab_grad, unit, wanted)
+        return *found, None, None, None, None
+
+
+def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z of ``ids`` [N, k], logsumexp of z [N], and the products of which z is made [N, V]."""
+    acc_dtype, all_rows = accumulation_dtype(student.hidden.dtype), slice(None)
+    x = products(student, all_rows)
+    found = student.finish(x.gather(1, ids), acc_dtype).to(acc_dtype)
+    lse = torch.empty(len(x), dtype=acc_dtype, device=x.device)
+    for rows in row_chunks(x, 3, spec):
+        z = student.finish(x[rows], acc_dtype)
+        log_p = F.log_softmax(z, 1, dtype=acc_dtype)
+        top = z.argmax(1, keepdim=True)  # the logit of an id may be −inf
+        torch.sub(z.gather(1, top)[:, 0], log_p.gather(1, top)[:, 0], out=lse[rows])
+        del z, log_p  # free them before the next ones are allocated
+    return found, lse, x
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:

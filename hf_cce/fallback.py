@@ -48,96 +48,90 @@ def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: boo
     return tokens * vocab_size * dtype.itemsize <= room
 
 
-def _chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
+def chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
     """Split ``n`` rows of ``row_bytes`` into slices of at most ``chunk_bytes`` bytes, of 128 · k rows where more than 128 fit."""
     size = max(1, chunk_bytes // row_bytes)
     size -= size % 128 if size > 128 else 0
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
-def _logits(hidden: Tensor, v: int, rows: int) -> Tensor:
+def empty_logits(hidden: Tensor, v: int, rows: int) -> Tensor:
     """Allocate logits [rows, V]. Rows on a GPU are padded: 16-bit and TF32 GEMMs are slow on unaligned rows."""
     stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda else v
     return hidden.new_empty((rows, stride))[:, :v]
 
 
-def _logits_to_gradients(
-    z: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec, scale: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Overwrite the products ``z`` [n, V] with scale · ∂loss/∂z; return (loss [n], lse [n]), zero where ignored.
 
-    The rest of the budget is used for float32 chunks of ``z``. Ignored rows of ``z`` get arbitrary finite values if their
-    hidden states are zero.
+    The rest of the budget is used for float32 chunks of ``z``, with few kernels each, because launches may take longer than the
+    kernels. Ignored rows of ``z`` get arbitrary finite values if their hidden states are zero.
     """
-    ignored = labels == spec.ignore_index
-    y = labels.masked_fill(ignored, 0)[:, None]
-    least, room = (CHUNK_BYTES if z.is_cuda else CHUNK_BYTES_CPU), spec.memory_budget - z.element_size() * z.numel()
-    spec = spec._replace(memory_budget=max(room, min(least, spec.memory_budget // 2)) if z.is_cuda else least)
-    if bias is None and _is_plain(spec):
-        loss, lse = _plain_chunks(z, y, spec, scale)
-    else:
-        loss, lse = _general_chunks(z, bias, y, ignored, spec, scale)
+    ignored, plain = labels == spec.ignore_index, _is_plain(spec)
+    (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
+    y, scale = labels.masked_fill(ignored, 0)[:, None], scale * spec.logit_scale
+    label_log_p, mean = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
+    label_logit = z.gather(1, y).to(acc_dtype) if plain else torch.empty_like(mean)
+    unscaled = plain and not isinstance(scale, Tensor) and scale == 1.0
+    # log_softmax copies rows that it has to convert or that are padded; on a GPU, it converts float16 without a copy.
+    converted = z.dtype != acc_dtype and not (z.is_cuda and z.dtype == torch.float16)
+    copied = acc_dtype.itemsize if converted else 0 if z.is_contiguous() else z.element_size()
+    row_bytes = v * (acc_dtype.itemsize + copied if plain else acc_dtype.itemsize * (2 + (spec.softcap > 0)))
+    for rows in chunks(n, row_bytes, _chunk_bytes(z, spec, CHUNK_BYTES if plain else 2 * CHUNK_BYTES)):
+        f = z[rows] if plain else _processed(z[rows], spec, copy=False)
+        log_p = F.log_softmax(f, 1, dtype=acc_dtype)
+        if not plain:
+            torch.gather(f, 1, y[rows], out=label_logit[rows])
+        torch.gather(log_p, 1, y[rows], out=label_log_p[rows])
+        if smoothing:
+            torch.mean(f, 1, keepdim=True, out=mean[rows])
+        if unscaled and any(spec.needs):
+            torch.exp(log_p, out=z[rows])
+        elif any(spec.needs):
+            g = log_p.exp_()
+            if spec.z_loss:
+                g.mul_(1 + 2 * spec.z_loss * (label_logit[rows] - label_log_p[rows]))
+            if smoothing:
+                g.sub_(smoothing / v)
+            if spec.softcap:  # times the derivative 1 − (f / softcap)²
+                g.addcmul_(f.mul(g), f, value=-1 / spec.softcap**2)
+            torch.mul(g, scale, out=z[rows])
+            del g
+        del f, log_p  # free them before the next ones are allocated
+    loss, lse = -label_log_p, label_logit - label_log_p
+    at_label = label_log_p.expm1()
+    if smoothing:
+        loss += smoothing * (label_logit - mean)
+        at_label += smoothing - smoothing / v
+    if spec.z_loss:
+        loss += spec.z_loss * lse.square()
+        at_label += 2 * spec.z_loss * lse * label_log_p.exp()
+    if spec.softcap:
+        at_label *= 1 - (label_logit / spec.softcap).square()
+    z.scatter_(1, y, (at_label * scale).to(z.dtype))
     return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
 
 
-def _fp16_scale(spec: LossSpec) -> float:
+def _chunk_bytes(z: Tensor, spec: LossSpec, least: int) -> int:
+    """Return the bytes for chunks of ``z``: on a GPU what it leaves of the budget, at least ``least`` if half allows it."""
+    if not z.is_cuda:
+        return CHUNK_BYTES_CPU
+    return max(spec.memory_budget - z.element_size() * z.numel(), min(least, spec.memory_budget // 2))
+
+
+def fp16_scale(logit_scale: float) -> float:
     """Return the factor of logit gradients in float16, a power of two. They contain ``logit_scale`` and must not overflow."""
-    return FP16_SCALE / 2.0 ** max(0, math.frexp(spec.logit_scale)[1] - 1)
+    return FP16_SCALE / 2.0 ** max(0, math.frexp(logit_scale)[1] - 1)
 
 
 def _is_plain(spec: LossSpec) -> bool:
     return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
 
 
-def _plain_chunks(z: Tensor, y: Tensor, spec: LossSpec, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Handle the loss without options, with few kernels per chunk, because launches may take longer than the kernels."""
-    (n, v), acc_dtype, unscaled = z.shape, accumulation_dtype(z.dtype), not isinstance(scale, Tensor) and scale == 1.0
-    label_logit, at_label = z.gather(1, y).to(acc_dtype), torch.empty((n, 1), dtype=acc_dtype, device=z.device)
-    # log_softmax copies rows that it has to convert or that are padded; on a GPU, it converts float16 without a copy.
-    converted = z.dtype != acc_dtype and not (z.is_cuda and z.dtype == torch.float16)
-    copied = acc_dtype.itemsize if converted else 0 if z.is_contiguous() else z.element_size()
-    for rows in _chunks(n, (acc_dtype.itemsize + copied) * v, spec.memory_budget):
-        part = z[rows]
-        log_p = F.log_softmax(part, 1, dtype=acc_dtype)
-        torch.gather(log_p, 1, y[rows], out=at_label[rows])
-        if not unscaled:
-            torch.mul(log_p.exp_(), scale, out=part)
-        elif any(spec.needs):
-            torch.exp(log_p, out=part)
-        del log_p  # free it before the next one is allocated
-    gradient = at_label.expm1()
-    z.scatter_(1, y, (gradient if unscaled else gradient * scale).to(z.dtype))
-    return -at_label, label_logit - at_label
-
-
-def _general_chunks(
-    z: Tensor, bias: Tensor | None, y: Tensor, ignored: Tensor, spec: LossSpec, scale: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """Handle the loss with any option; ignored rows become zero."""
-    (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
-    zero = torch.zeros((), dtype=acc_dtype, device=z.device)
-    row_scale = torch.where(ignored, zero, scale).to(acc_dtype)[:, None] * spec.logit_scale
-    losses, lses = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
-    for rows in _chunks(n, 5 * acc_dtype.itemsize * v, spec.memory_budget):
-        f = _processed(z[rows], bias, spec)
-        log_p, label_logit = f.log_softmax(1), f.gather(1, y[rows])
-        label_log_p = log_p.gather(1, y[rows])
-        # If a bias of −inf masks the label, the difference is NaN.
-        lse = label_logit - label_log_p if bias is None else f.logsumexp(1, keepdim=True)
-        loss = -label_log_p
-        if smoothing:
-            loss += smoothing * (label_logit - f.mean(1, keepdim=True))
-        if spec.z_loss:
-            loss += spec.z_loss * lse.square()
-        losses[rows], lses[rows] = loss, lse
-        if any(spec.needs):
-            grad_lse = 1 + 2 * spec.z_loss * lse
-            at_label = label_log_p.expm1() + (grad_lse - 1) * label_log_p.exp() + smoothing - smoothing / v
-            g = log_p.exp_().mul_(row_scale[rows] * grad_lse).sub_(row_scale[rows] * (smoothing / v))
-            g.scatter_(1, y[rows], row_scale[rows] * at_label)
-            z[rows] = g.mul_(f.div_(spec.softcap).square_().neg_().add_(1)) if spec.softcap else g
-        del f, log_p
-    return losses, lses
+def products(hidden: Tensor, x: Inputs, out: Tensor) -> Tensor:
+    """Compute h Wᵀ + b [n, V] in the inputs' dtype."""
+    weight = x.weight.t()
+    return torch.mm(hidden, weight, out=out) if x.bias is None else torch.addmm(x.bias, hidden, weight, out=out)
 
 
 def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
@@ -156,7 +150,10 @@ def _rows_to_compute(x: Inputs, spec: LossSpec) -> Tensor | None:
 
 @dataclass
 class LogitGrads:
-    """Result of ``one_block``: ``scale`` times the logits' gradient [n, V], and the hidden states with ignored rows zeroed."""
+    """``scale`` times the logits' gradient [n, V], and the hidden states, both without the weights of the rows.
+
+    ``one_block`` makes one for a scalar loss.
+    """
 
     logits: Tensor
     hidden: Tensor  # [n, D]
@@ -165,25 +162,38 @@ class LogitGrads:
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
-        g, (need_hidden, need_weight, need_bias) = self.logits, spec.needs
-        multiplier = (factor * grad).to(accumulation_dtype(g.dtype)) / self.scale
+        multiplier = (factor * grad).to(accumulation_dtype(self.logits.dtype))
+        labels = x.labels if self.rows is None else x.labels[self.rows]
+        valid = (labels != spec.ignore_index).to(multiplier.dtype)
+        grad_hidden, grad_weight, grad_bias = self.products(x.weight, spec.needs, multiplier, valid)
+        if grad_hidden is not None and self.rows is not None:
+            grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, self.rows, grad_hidden)
+        return [grad_hidden, grad_weight, grad_bias]
+
+    def products(
+        self, weight: Tensor, needs: tuple[bool, bool, bool], multiplier: Tensor, row_weights: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden, weight and bias, times the scalar ``multiplier``; consumes the hidden states.
+
+        ``row_weights`` [n] are further factors; ``hidden`` must contain them already.
+        """
+        g, (need_hidden, need_weight, need_bias) = self.logits, needs
+        multiplier = multiplier / self.scale
         if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
-            for rows in _chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
+            for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
                 torch.mul(g[rows].float(), multiplier, out=g[rows])
             multiplier = torch.ones_like(multiplier)
         grad_hidden = grad_bias = None
-        grad_weight = self._grad_weight(x.weight, multiplier) if need_weight else None
+        grad_weight = self._grad_weight(weight, multiplier) if need_weight else None
         del self.hidden  # before the gradient of hidden is allocated
         if need_hidden:
-            labels = x.labels if self.rows is None else x.labels[self.rows]
-            total = matmul_acc(g, x.weight, rounded=True)
+            total = matmul_acc(g, weight, rounded=True)
             grad_hidden = total if total.dtype == g.dtype else torch.empty_like(total, dtype=g.dtype)
-            torch.mul(total, torch.where(labels != spec.ignore_index, multiplier, 0)[:, None], out=grad_hidden)
-            if self.rows is not None:
-                grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, self.rows, grad_hidden)
+            torch.mul(total, (multiplier * row_weights)[:, None], out=grad_hidden)
         if need_bias:
-            grad_bias = torch.mul(g.sum(0, dtype=multiplier.dtype), multiplier).to(g.dtype)
-        return [grad_hidden, grad_weight, grad_bias]
+            total = matmul_acc(g.t(), row_weights.to(g.dtype)[:, None], rounded=True)
+            grad_bias = torch.mul(total[:, 0], multiplier).to(g.dtype)
+        return grad_hidden, grad_weight, grad_bias
 
     def _grad_weight(self, weight: Tensor, multiplier: Tensor) -> Tensor:
         g, h = self.logits, self.hidden
@@ -195,7 +205,7 @@ class LogitGrads:
                 return torch.mm(g.t(), h * number)
             return torch.mm(g.t(), h).mul_(number)
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        for rows in _chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
+        for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
             torch.mul(matmul_acc(g[:, rows].t(), h, rounded=True), multiplier, out=grad_weight[rows])
         return grad_weight
 
@@ -207,15 +217,15 @@ def one_block(
     hidden, labels, rows = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
     if rows is not None:
         hidden, labels = hidden[rows], labels[rows]
-    z = torch.mm(hidden, x.weight.t(), out=_logits(hidden, x.weight.shape[0], len(hidden)))
+    z = products(hidden, x, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale: Tensor | float = _fp16_scale(spec) if hidden.dtype == torch.float16 else 1.0
+    scale: Tensor | float = fp16_scale(spec.logit_scale) if hidden.dtype == torch.float16 else 1.0
     if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
         # 16-bit products are rounded. With the factor's mantissa in ``scale``, the remaining multiplier is usually a power of
         # two, which adds no rounding.
         mantissa = torch.frexp(factor).mantissa
         scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
-    loss, lse = _logits_to_gradients(z, x.bias, labels, spec, scale)
+    loss, lse = _logits_to_gradients(z, labels, spec, scale)
     all_lse = lse if rows is None else lse.new_zeros(x.labels.shape).index_copy_(0, rows, lse)
     return loss.sum() * factor, all_lse, factor, LogitGrads(z, hidden, rows, scale)
 
@@ -249,7 +259,7 @@ class GradSums:
             return [grad_hidden, rounded(self.weight, x.weight), grad_bias]
         rows = self.weight.shape[0]
         # In ascending order, a row is read before its memory is overwritten.
-        for part in _chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):
+        for part in chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):
             self.grad_weight[part] = self.weight[part] * multiplier
         if self.rest is not None:
             torch.mul(self.rest, multiplier, out=self.grad_weight[rows:])
@@ -293,7 +303,7 @@ def token_blocks(
     hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
     need_hidden, need_weight, need_bias = spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
-    fp16_scale = _fp16_scale(spec) if matmul_supports_fp32_out(hidden) else min(1.0, _fp16_scale(spec))
+    most = math.inf if matmul_supports_fp32_out(hidden) else 1.0
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
@@ -301,7 +311,7 @@ def token_blocks(
         None,
         torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
-        fp16_scale if dtype == torch.float16 else 1.0,
+        min(most, fp16_scale(spec.logit_scale)) if dtype == torch.float16 else 1.0,
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:
@@ -316,13 +326,13 @@ def token_blocks(
     valid, factor = x.labels != spec.ignore_index, make_factor()
     chosen = _rows_to_compute(x, spec)
     n = n if chosen is None else len(chosen)
-    block = _token_block(n, v, dtype, on_cpu, room)
-    slab = _logits(hidden, v, min(block, n))
+    block = token_block(n, v, dtype, on_cpu, room)
+    slab = empty_logits(hidden, v, min(block, n))
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block)) if chosen is None else chosen[start : start + block]
         h = hidden[rows]
-        z = torch.mm(h, x.weight.t(), out=slab[: h.shape[0]])
-        losses[rows], lse[rows] = _logits_to_gradients(z, x.bias, x.labels[rows], spec, sums.scale)
+        z = products(h, x, slab[: h.shape[0]])
+        losses[rows], lse[rows] = _logits_to_gradients(z, x.labels[rows], spec, sums.scale)
         if sums.hidden is not None:
             sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:
@@ -331,11 +341,11 @@ def token_blocks(
             if sums.rest is not None:
                 add_product(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
-            sums.bias.add_(z.sum(0, dtype=acc_dtype))
+            sums.bias.add_(matmul_acc(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
     return losses.sum() * factor, lse, factor, sums
 
 
-def _token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
+def token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
     """Return the tokens per block of ``token_blocks``: blocks of about equal size, on a GPU if possible multiples of 128."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
     room -= min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room // 2)
@@ -370,8 +380,8 @@ def logit_stats(
         hidden, labels = hidden[chosen], labels[chosen]
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     stores = any(spec.needs)
-    block = max(1, n) if stores else _token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
-    slab, y = _logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
+    block = max(1, n) if stores else token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    slab, y = empty_logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
     mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
@@ -379,12 +389,12 @@ def logit_stats(
     for start in range(0, n, block):
         h = hidden[start : start + block]
         z = slab[: len(h)]
-        torch.mm(h, x.weight.t(), out=z)
+        products(h, x, z)
         if start == 0:
             check_labels()
-        for chunk in _chunks(len(h), copies * acc_dtype.itemsize * v, _bytes_beside(slab, spec)):
+        for chunk in chunks(len(h), copies * acc_dtype.itemsize * v, _chunk_bytes(slab, spec, CHUNK_BYTES)):
             rows = slice(start + chunk.start, start + chunk.stop)
-            f = z[chunk] if x.bias is None and _is_plain(spec) else _processed(z[chunk], x.bias, spec)
+            f = z[chunk] if _is_plain(spec) else _processed(z[chunk], spec)
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
             label_logit[rows] = f.gather(1, y[rows])
             torch.gather(log_p, 1, y[rows], out=log_prob[rows])
@@ -408,15 +418,10 @@ def logit_stats(
     return LogitStats(*stats), losses, StoredLogits(slab, hidden, chosen) if stores else None
 
 
-def _processed(z: Tensor, bias: Tensor | None, spec: LossSpec) -> Tensor:
-    """Return logits in the accumulation dtype from the products ``z`` [n, V], which are copied."""
-    f = z.to(accumulation_dtype(z.dtype), copy=True)
-    return reference.apply_scale_and_softcap_(f if bias is None else f.add_(bias), spec.logit_scale, spec.softcap)
-
-
-def _bytes_beside(z: Tensor, spec: LossSpec) -> int:
-    """Return the workspace for chunks of the logits ``z``: on a GPU what they leave of the budget, so that launches are few."""
-    return max(CHUNK_BYTES, spec.memory_budget - z.element_size() * z.numel()) if z.is_cuda else CHUNK_BYTES_CPU
+def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
+    """Return logits in the accumulation dtype from products ``z`` [n, V], which are kept if ``copy``."""
+    f = z.to(accumulation_dtype(z.dtype), copy=copy)
+    return reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
 
 
 def stored_gradients(
@@ -431,11 +436,11 @@ def stored_gradients(
         labels, lse = labels[stored.rows], lse[stored.rows]
         entropy = None if entropy is None else entropy[stored.rows]
         grads = TokenGrads(*(None if g is None else g[stored.rows] for g in grads))  # type: ignore[arg-type]
-    if x.bias is None and _is_plain(spec) and grads.entropy is None:
+    if _is_plain(spec) and grads.entropy is None:
         _plain_gradients(z, labels.masked_fill(labels == spec.ignore_index, 0)[:, None], spec, grads)
     else:
-        for chunk in _chunks(len(z), 3 * lse.element_size() * v, _bytes_beside(z, spec)):
-            f = _processed(z[chunk], x.bias, spec)
+        for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
+            f = _processed(z[chunk], spec)
             of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
             some_entropy = None if entropy is None else entropy[chunk]
             z[chunk] = reference.logit_gradients(f, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
@@ -453,7 +458,7 @@ def _plain_gradients(z: Tensor, y: Tensor, spec: LossSpec, grads: TokenGrads) ->
     """Overwrite the logits ``z`` [n, V] with their gradient, with few kernels. ``y`` [n, 1]: labels, valid ids where ignored."""
     v, acc_dtype, grad_lse = z.shape[1], grads.lse.dtype, grads.lse[:, None]
     added = grads.label if grads.mean is None else grads.label + grads.mean / v
-    for rows in _chunks(len(z), 2 * acc_dtype.itemsize * v, _bytes_beside(z, spec)):
+    for rows in chunks(len(z), 2 * acc_dtype.itemsize * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
         p = F.softmax(z[rows], 1, dtype=acc_dtype)
         at_label = p.gather(1, y[rows]) * grad_lse[rows] + added[rows, None]
         if grads.mean is not None:

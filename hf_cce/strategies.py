@@ -212,39 +212,45 @@ class FullLogits(Strategy):
 
     def statistics(self, x: Inputs, wanted: WantedStats, with_lse: bool) -> tuple[Tensor, LogitStats]:
         """Return −log p(label) [N] and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
-        z, index, others = self.logits(x), self.spec.ignore_index, with_lse or any(wanted)
+        z, index, others = self.logits(x), self.spec.ignore_index, with_lse or any(wanted[:2])
         dtype = accumulation_dtype(z.dtype)
         z = z.to(dtype) if others else z  # the gradients of several statistics are summed before they are rounded
         log_p = z.log_softmax(1, dtype=dtype)
         losses = F.nll_loss(log_p, x.labels, ignore_index=index, reduction="none")
-        nothing = losses.new_empty(0)
-        if not others:
+        lse = label_logit = top1 = nothing = losses.new_empty(0)
+        if not with_lse and not any(wanted):
             return losses, LogitStats(*[nothing] * 6)
         valid = x.labels != index
-        label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0]
-        top1 = label_logit >= z.amax(1) if wanted.top1 else nothing
+        if with_lse or wanted.mean or wanted.top1:
+            label_logit = z.gather(1, x.labels.masked_fill(~valid, 0)[:, None])[:, 0]
+        if with_lse:
+            lse = z.logsumexp(1)
+        if wanted.top1:
+            top1 = label_logit >= z.detach().amax(1)
         found = reference.mean_entropy_and_squares(z, log_p, wanted)
         mean, entropy, log_sum_sq = (nothing if s is None else s for s in found)
-        stats = reference.zero_ignored((z.logsumexp(1), label_logit, mean, entropy, log_sum_sq, top1), valid)
-        return losses, LogitStats(*stats)
+        return losses, LogitStats(*reference.zero_ignored((lse, label_logit, mean, entropy, log_sum_sq, top1), valid))
 
     def loss(self, x: Inputs) -> Tensor:
         spec, z = self.spec, self.logits(x)
-        dtype = accumulation_dtype(z.dtype)
-        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        dtype, index = accumulation_dtype(z.dtype), spec.ignore_index
         options = spec.label_smoothing or spec.z_loss
         mean = not options and self.divisor.items is None and self.divisor.number == 0
-        # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
-        total, items = torch.ops.aten.nll_loss_forward(
-            log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, spec.ignore_index
-        )
+        z = z.to(dtype) if options else z
+        if spec.label_smoothing:
+            items, smoothing = (x.labels != index).sum(), spec.label_smoothing
+            total = F.cross_entropy(z, x.labels, ignore_index=index, reduction="sum", label_smoothing=smoothing)
+        else:
+            log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+            # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
+            total, items = torch.ops.aten.nll_loss_forward(
+                log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, index
+            )
         if mean:  # without labels it is NaN, but its gradients are zero
             total.detach().masked_fill_(items.logical_not(), 0.0)
             return total
-        if options:
-            valid = x.labels != spec.ignore_index
-            total = total * (1 - spec.label_smoothing) - spec.label_smoothing * log_p.mean(1).where(valid, 0.0).sum()
-            total = total + spec.z_loss * z.to(dtype).logsumexp(1).square().where(valid, 0.0).sum()
+        if spec.z_loss:
+            total = total + spec.z_loss * z.logsumexp(1).masked_fill(x.labels == index, 0.0).square().sum()
         if self.divisor.number > 0:
             return total / self.divisor.number
         if self.divisor.items is None:  # without labels the sum is zero, and any divisor will do

@@ -27,7 +27,7 @@ from divergences import (
 from numerics import assert_accurate
 from peak_memory import PeakMemory
 
-from hf_cce import CCEConfig, TeacherHead, TeacherTopK, divergence_passes, linear_divergence
+from hf_cce import CCEConfig, TeacherHead, TeacherTopK, dispatch, divergence_passes, divergence_rows, linear_divergence
 from hf_cce.config import MIB
 
 
@@ -41,19 +41,30 @@ def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
 FORMS = ("head", "logits", "lump", "renormalize")
 # Triton's interpreter truncates to bfloat16 where a GPU rounds, so the kernels' bfloat16 gradients are checked on GPUs only.
 IMPLEMENTATIONS_AND_DTYPES = [
-    *(("portable", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    *(
+        (name, dtype)
+        for name in ("rows", "slabs")
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    ),
     *(("triton", dtype) for dtype in (torch.float32, torch.float16)),
     pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu),
 ]
-BOTH = pytest.mark.parametrize("implementation", ["portable", "triton"])
+ALL = pytest.mark.parametrize("implementation", ["rows", "slabs", "triton"])
 
 
 @pytest.fixture
 def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> CCEConfig:
-    """Return a config for ``implementation``, and make sure that PyTorch's functions do not run in place of kernels."""
-    for name in ("_logits_parts", "_mixture_sums", "_slab_gradient") if implementation == "triton" else ():
-        monkeypatch.setattr(divergence_passes, name, None)
-    return CCEConfig(implementation)
+    """Return a config for ``implementation``, and make sure that the functions of the others do not run in its place."""
+    if implementation != "slabs":
+        for name in ("_logits_parts", "_mixture_sums", "_slab_gradient"):
+            monkeypatch.setattr(divergence_passes, name, None)
+    if implementation == "rows":  # several blocks of tokens, and several chunks in each
+        monkeypatch.setattr(divergence_rows, "token_block", lambda *_: 16)
+        chunks = divergence_rows.chunks
+        monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
+    if implementation == "slabs":
+        monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
+    return CCEConfig("triton" if implementation == "triton" else "portable")
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
@@ -71,7 +82,7 @@ def test_reductions(case: Case, form: str, reduction: str) -> None:
     check(replace(case, form=form, reduction=reduction, masked=True), torch.float32)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("vocab_sizes", [(131, 144), (160, 131)])
 @pytest.mark.parametrize("form", ["head", "logits"])
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -82,7 +93,7 @@ def test_vocabularies_that_differ_in_padding(
     check(case, torch.float32, config, device)
 
 
-@BOTH
+@pytest.mark.parametrize("implementation", ["slabs", "triton"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_many_slabs(

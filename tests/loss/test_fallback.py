@@ -166,7 +166,7 @@ def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("full", [False, True], ids=["kept logits", "full logits"])
 def test_losses_of_tokens(full: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: full)
-    monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)  # several chunks
+    monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)  # several chunks
     for options in (PLAIN, Options(label_smoothing=0.1), Options(z_loss=1e-2), EVERYTHING):
         for ignored in ("none", "some", "all"):
             inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored=ignored)

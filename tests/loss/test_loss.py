@@ -333,8 +333,8 @@ def test_log_probs_and_statistics(
     inputs, labels = make_inputs(n, 64, v, dtype, on, bias=options.bias)
     config = CCEConfig("triton" if way == "triton" else "portable", 1 << 20 if way == "slabs" else "auto")
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: way == "full" and p.dtype == dtype)
-    monkeypatch.setattr(fallback, "_bytes_beside", lambda z, spec: 1 << 18)
-    monkeypatch.setattr(fallback, "_token_block", lambda *_: 32)
+    monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)
+    monkeypatch.setattr(fallback, "token_block", lambda *_: 32)
     stored: list[Any] = []
     monkeypatch.setattr(
         fallback, "logit_stats", lambda *args, real=fallback.logit_stats: stored.append(1) or real(*args)
