@@ -318,12 +318,12 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
     return Statistics(remaining, wanted, False)
 
 
-def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
+def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool, models: int = 1) -> tuple[int, int, bool]:
     """Return the bytes of the logits that a pass in PyTorch keeps if it ``trains``, its other workspace, and whether they fit."""
     stored = p.dtype.itemsize * p.tokens * p.vocab_size if trains else 0
     if auto:
         # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
-        return stored, max(memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size // 6), True
+        return stored, max(memory_budget, BYTES_PER_LOGIT * models * p.tokens * p.vocab_size // 6), True
     return stored, memory_budget - stored, 2 * stored <= memory_budget
 
 
@@ -341,7 +341,7 @@ def dispatch_divergence(
         )  # there is no kernel for gradients of a top-k teacher
     if triton:
         return budget, True, False
-    _, beside, fits = _kept_logits(p, budget, config.memory_budget == "auto", trains)
+    _, beside, fits = _kept_logits(p, budget, config.memory_budget == "auto", trains, 2 - top_k)
     return (beside if fits else budget), False, fits
 
 

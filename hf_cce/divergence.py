@@ -146,11 +146,13 @@ def linear_divergence(
 
     config = checks.check_config(config)
     head, flat = _prepare_student(student, float(temperature), mask)
-    valid = head.hidden.new_ones(len(head.hidden), dtype=torch.long) if flat is None else flat.long()
-    divisor = Divisor(number=1.0)
-    if reduction != "none":
-        divisor = checks.make_divisor(reduction, num_items_in_batch, valid.device)
-    factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
+    n, device = len(head.hidden), head.hidden.device
+    divisor = Divisor(number=1.0) if reduction == "none" else checks.make_divisor(reduction, num_items_in_batch, device)
+    if flat is None and divisor.items is None:
+        factor: Tensor | float = 1 / (divisor.number or max(n, 1))
+    else:
+        valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
+        factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
     given = _prepare_teacher(teacher, student_hidden, float(temperature))
     losses, _ = _divergences(head, given, flat, mixed, config, factor=factor)
     return losses.view(student_hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
@@ -162,7 +164,7 @@ class Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
-        spec: DivergenceSpec, factor: Tensor,
+        spec: DivergenceSpec, factor: Tensor | float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         v, n = weight.shape[0], hidden.shape[0]
         v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
@@ -170,12 +172,12 @@ class Divergence(torch.autograd.Function):
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             spec = replace(spec, triton=False, keeps_logits=False)  # a kernel cannot be launched for zero tokens
         s, t = prepare_heads(student, teacher, v, tokens, spec)
-        ctx.logit_grads = None
+        ctx.kept = None
         rows: tuple[Tensor, ...] = ()
         with compute_context(hidden):
             if spec.keeps_logits:
                 expected = factor if any(ctx.needs_input_grad[:3]) else None
-                divergence, entropy, ctx.logit_grads = divergence_of_rows(s, t, tokens, spec, expected)
+                divergence, entropy, ctx.kept = divergence_of_rows(s, t, tokens, spec, expected)
             else:
                 lse, teacher_lse, divergence, offset, entropy = row_stats(s, t, tokens, spec)
                 rows = (lse, teacher_lse, offset)
@@ -205,10 +207,10 @@ class Divergence(torch.autograd.Function):
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.gather(grad[:, None])[:, 0].contiguous()
         wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
-        logit_grads, ctx.logit_grads = ctx.logit_grads, None
+        kept, ctx.kept = ctx.kept, None
         with compute_context(student.hidden):
-            if logit_grads is not None:
-                grads = gradients_of_rows(logit_grads, s, grad, wanted)
+            if kept is not None:
+                grads = gradients_of_rows(kept, s, grad, wanted)
             else:
                 rows = saved[8:]
                 if not rows:  # a second backward pass: the kept logits have been consumed
@@ -245,7 +247,7 @@ def _divergences(
     beta: float,
     config: CCEConfig,
     entropy: bool = False,
-    factor: Tensor | None = None,
+    factor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence [N], student entropy [N] or None). ``factor``: a scalar that upstream gradients contain."""
     hidden, weight, *_ = student
@@ -259,8 +261,6 @@ def _divergences(
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, triton, top_k, trains))
     if isinstance(teacher, TeacherTopK):
         return _top_k_divergence(student, teacher, mask, spec), None
-    if factor is None:
-        factor = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     tokens = Tokens.of(mask, len(hidden), hidden.device)
     found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, factor)
     return found, entropies if entropy else None

@@ -10,6 +10,7 @@ Legend: N tokens, D hidden size, V vocabulary; β as in ``hf_cce.divergence_pass
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +22,18 @@ from hf_cce.divergence_passes import (
     HeadGrads,
     Tokens,
     WantedGrads,
+    fp16_unit,
     log_mixture,
 )
-from hf_cce.fallback import CHUNK_BYTES_CPU, LogitGrads, chunks, empty_logits, fp16_scale, token_block
-from hf_cce.reference import matmul_supports_fp32_out
+from hf_cce.fallback import CHUNK_BYTES_CPU, chunks, empty_logits, gradient_scale, logit_products, token_block
 from hf_cce.spec import accumulation_dtype
 
 
-def products(x: Head, rows: slice, out: Tensor | None = None) -> Tensor:
-    """Compute h Wᵀ + b [n, V] of some rows in the inputs' dtype; of a teacher given by logits, these."""
+def products(x: Head, rows: slice = slice(None)) -> Tensor:
+    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
     h, weight = x.hidden[rows], x.weight
-    if weight is None:
-        return h
-    if out is None:
-        out = empty_logits(h, weight.shape[0], len(h))
+    assert weight is not None
+    out = empty_logits(h, weight.shape[0], len(h))
     return torch.mm(h, weight.t(), out=out) if x.bias is None else torch.addmm(x.bias, h, weight.t(), out=out)
 
 
@@ -45,12 +44,12 @@ def row_chunks(z: Tensor, copies: int, spec: DivergenceSpec) -> Iterator[slice]:
 
 
 def divergence_of_rows(
-    student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec, factor: Tensor | None
-) -> tuple[Tensor, Tensor, LogitGrads | None]:
+    student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec, factor: Tensor | float | None
+) -> tuple[Tensor, Tensor, KeptGradient | None]:
     """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
 
-    Rows are in the order of ``tokens``, as are those of the hidden states of both heads. Upstream gradients are expected to be
-    the scalar ``factor``, or a power of two times it; then no rounding is added where products are rounded to 16 bits.
+    Rows are in the order of ``tokens``, as are those of the hidden states of both heads. ``factor`` is the scalar by which the
+    caller multiplies the divergences.
     """
     hidden, weight = student.hidden, student.weight
     assert weight is not None
@@ -58,75 +57,100 @@ def divergence_of_rows(
     if dtype == torch.float64 and teacher.weight is not None:
         bias = None if teacher.bias is None else teacher.bias.to(dtype)
         teacher = teacher._replace(hidden=teacher.hidden.to(dtype), weight=teacher.weight.to(dtype), bias=bias)
-    divergence, entropy = (torch.empty(n, dtype=acc_dtype, device=hidden.device) for _ in range(2))
-    entropy = entropy if spec.entropy else entropy.new_empty(0)
-    grads = None
-    scale: Tensor | float = fp16_scale(student.logit_scale) if dtype == torch.float16 else 1.0
-    if factor is not None:
-        if dtype != acc_dtype and not matmul_supports_fp32_out(hidden):
-            scale = torch.where(factor > 0, torch.frexp(factor).mantissa, 1.0).to(acc_dtype) * scale
-        grads = LogitGrads(empty_logits(hidden, v, n), hidden, None, scale)
+    divergence, entropy = (
+        torch.empty(n if each else 0, dtype=acc_dtype, device=hidden.device) for each in (True, spec.entropy)
+    )
+    kept = (
+        None if factor is None else KeptGradient(products(student), gradient_scale(hidden, student.logit_scale, factor))
+    )
+    infinite = (
+        teacher.weight is None or student.bias is not None or teacher.bias is not None
+    )  # logits of −inf are possible
+    copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
     block = token_block(n, v, dtype, not hidden.is_cuda, spec.memory_budget // 2)
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
-        zs = products(student, rows, None if grads is None else grads.logits[rows])
+        zs = products(student, rows) if kept is None else kept.logits[rows]
         zt = products(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
-        for chunk in row_chunks(zs, 6 + 2 * (not spec.kl) + (student.softcap > 0), spec):
+        for chunk in row_chunks(zs, copies, spec):
             x = student.finish(zs[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
-            derivative = student.logit_derivative(x) if grads else 1.0
+            derivative = 1.0 if kept is None else student.logit_derivative(x)
             del x
             log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
             of_chunk = slice(start + chunk.start, start + chunk.stop)
             if spec.entropy:
-                entropy[of_chunk] = -_expectation(log_ps.exp(), log_ps.clone())
-            divergence[of_chunk], g = _divergence_and_gradient(log_ps, log_pt, spec.beta)
+                entropy[of_chunk] = -_expectation(log_ps.exp(), log_ps.clone(), infinite)
+            divergence[of_chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
-            if grads is not None:
-                g = g.mul_(derivative) if isinstance(derivative, Tensor) else g
-                torch.mul(g, scale if isinstance(derivative, Tensor) else scale * derivative, out=zs[chunk])
-            del g, derivative
+            if kept is not None:
+                kept.write(zs[chunk], g, minus, derivative)
+            del g, minus, derivative
         del zs, zt  # free them before the next ones are allocated
-    return divergence, entropy, grads
+    return divergence, entropy, kept
 
 
-def _expectation(p: Tensor, x: Tensor) -> Tensor:
-    """Return Σ p · x of each row, without the terms with p = 0, where 0 · ∞ would be NaN. Overwrites ``x``."""
-    return torch.where(p == 0, 0, x.mul_(p)).sum(1)
+@dataclass
+class KeptGradient:
+    """The gradient of the divergences with respect to h Wᵀ + b [N, V], times ``scale``."""
+
+    logits: Tensor
+    scale: Tensor | float
+
+    def write(self, out: Tensor, g: Tensor, minus: Tensor | None, derivative: Tensor | float) -> None:
+        """Set ``out``, some rows, to (g − minus) · derivative · scale."""
+        if isinstance(derivative, Tensor) or isinstance(self.scale, Tensor) or self.scale * derivative != 1.0:
+            g = g if minus is None else g.sub_(minus)
+            by = self.scale if isinstance(derivative, Tensor) else self.scale * derivative
+            torch.mul(g.mul_(derivative) if isinstance(derivative, Tensor) else g, by, out=out)
+        elif minus is None:
+            out.copy_(g)
+        else:
+            torch.sub(g, minus, out=out)
 
 
-def _divergence_and_gradient(log_ps: Tensor, log_pt: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the divergence of each row and its gradient with respect to the student's logits. Overwrites the arguments."""
+def _expectation(p: Tensor, x: Tensor, infinite: bool) -> Tensor:
+    """Return Σ p · x of each row, if x may be ``infinite`` without the terms with p = 0, which would be NaN. Overwrites ``x``."""
+    x.mul_(p)
+    return (x.masked_fill_(p == 0, 0.0) if infinite else x).sum(1)
+
+
+def _divergence_and_gradient(
+    log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the divergence of each row, and two tensors whose difference is its gradient with respect to the student's logits.
+
+    Overwrites the arguments.
+    """
     if beta == 0.0:
         pt = log_pt.exp()
-        divergence = _expectation(pt, log_pt.sub_(log_ps))
-        return divergence, log_ps.exp_().sub_(pt)
+        divergence = _expectation(pt, log_pt.sub_(log_ps), infinite)
+        return divergence, log_ps.exp_(), pt
     ps = log_ps.exp()
     if beta == 1.0:
         gap, weight, others = log_ps.sub_(log_pt), 1.0, None
     else:
         log_m = log_mixture(log_ps, log_pt, beta)
-        others = _expectation(log_pt.exp(), log_pt.sub_(log_m)).mul_(beta)
+        others = _expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
         gap, weight = log_ps.sub_(log_m), 1 - beta
-    gap = torch.where(ps == 0, 0, gap)
-    kl = gap.mul(ps).sum(1)
-    return kl if others is None else others + weight * kl, gap.sub_(kl[:, None]).mul_(ps).mul_(weight)
+        del log_m
+    gap = gap.masked_fill_(ps == 0, 0.0) if infinite else gap
+    kl = (gap * ps).sum(1)
+    g = gap.sub_(kl[:, None]).mul_(ps)
+    return (kl, g, None) if others is None else (others + weight * kl, g.mul_(weight), None)
 
 
-def gradients_of_rows(grads: LogitGrads, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; consumes ``grads``."""
+def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
     assert student.weight is not None
-    largest = grad.abs().amax()
-    largest = torch.where(largest > 0, largest, 1.0)
-    weights = grad / largest  # exactly 1 for the mean over all tokens
-    grads.hidden = student.hidden * weights[:, None].to(student.hidden.dtype)
-    return with_rows(grads.products(student.weight, wanted.needs, largest, weights), wanted.rows)
+    by = fp16_unit(student.hidden.dtype, grad)
+    by_row = (grad if by is None else grad / by) / kept.scale
+    found = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, by_row, by)
+    return with_rows(found, wanted.rows)
 
 
 def with_rows(grads: HeadGrads, rows: int) -> HeadGrads:
     """Append zeros to the gradients of weight and bias, for vocabulary entries that were left out."""
-    missing = [rows - len(x) if x is not None else 0 for x in grads]
     hidden, weight, bias = grads
-    if weight is not None and missing[1]:
-        weight = F.pad(weight, (0, 0, 0, missing[1]))
-    return hidden, weight, F.pad(bias, (0, missing[2])) if bias is not None and missing[2] else bias
+    weight = weight if weight is None or len(weight) == rows else F.pad(weight, (0, 0, 0, rows - len(weight)))
+    return hidden, weight, bias if bias is None or len(bias) == rows else F.pad(bias, (0, rows - len(bias)))

@@ -27,7 +27,7 @@ from hf_cce.divergence_passes import (
     refuse_second_derivative,
 )
 from hf_cce.divergence_rows import products, row_chunks
-from hf_cce.fallback import LogitGrads, empty_logits
+from hf_cce.fallback import empty_logits, logit_products
 from hf_cce.ops import compute_context
 from hf_cce.reference import apply_scale_and_softcap_
 from hf_cce.spec import accumulation_dtype
@@ -109,8 +109,7 @@ class SupportLogits(torch.autograd.Function):
                     logits = student.finish(kept[rows], lse.dtype).to(lse.dtype) if normalize else None
                     kept[rows] = gradient(logits, rows, slice(0, v))
                 ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
-                grads = LogitGrads(kept, hidden, None, 1.0)
-                found: HeadGrads = grads.products(weight, wanted.needs, ones[0] if unit is None else unit, ones)
+                found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
             else:
                 reserved_bytes = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
                 slabs = make_slabs(student, spec, portable_column_bytes(student), reserved_bytes)
@@ -120,8 +119,7 @@ class SupportLogits(torch.autograd.Function):
 
 def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return z of ``ids`` [N, k], logsumexp of z [N], and the products of which z is made [N, V]."""
-    acc_dtype, all_rows = accumulation_dtype(student.hidden.dtype), slice(None)
-    x = products(student, all_rows)
+    acc_dtype, x = accumulation_dtype(student.hidden.dtype), products(student)
     found = student.finish(x.gather(1, ids), acc_dtype).to(acc_dtype)
     lse = torch.empty(len(x), dtype=acc_dtype, device=x.device)
     for rows in row_chunks(x, 3, spec):

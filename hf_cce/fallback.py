@@ -33,7 +33,7 @@ MIN_BLOCK_TOKENS = 128
 ONE_BLOCK_BYTES_CPU = 64 * MIB
 MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten times the rounding error
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
-CHUNK_BYTES, CHUNK_BYTES_CPU = 64 * MIB, 4 * MIB
+CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
 SLAB_BYTES = 128 * MIB  # bytes of a recomputed slab of logits
 ALIGNMENT = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
@@ -150,64 +150,70 @@ def _rows_to_compute(x: Inputs, spec: LossSpec) -> Tensor | None:
 
 @dataclass
 class LogitGrads:
-    """``scale`` times the logits' gradient [n, V], and the hidden states, both without the weights of the rows.
-
-    ``one_block`` makes one for a scalar loss.
-    """
+    """Result of ``one_block``: the logits' gradient [n, V] times ``scale``, before it is multiplied by upstream gradients."""
 
     logits: Tensor
-    hidden: Tensor  # [n, D]
+    hidden: Tensor  # [n, D], zero in ignored rows
     rows: Tensor | None  # [n], indices of these rows; None: all
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
-        multiplier = (factor * grad).to(accumulation_dtype(self.logits.dtype))
+        multiplier = (factor * grad).to(accumulation_dtype(self.logits.dtype)) / self.scale
         labels = x.labels if self.rows is None else x.labels[self.rows]
         valid = (labels != spec.ignore_index).to(multiplier.dtype)
-        grad_hidden, grad_weight, grad_bias = self.products(x.weight, spec.needs, multiplier, valid)
+        hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
+        grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, valid, multiplier)
         if grad_hidden is not None and self.rows is not None:
             grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, self.rows, grad_hidden)
-        return [grad_hidden, grad_weight, grad_bias]
+        return [grad_hidden, *others]
 
-    def products(
-        self, weight: Tensor, needs: tuple[bool, bool, bool], multiplier: Tensor, row_weights: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden, weight and bias, times the scalar ``multiplier``; consumes the hidden states.
 
-        ``row_weights`` [n] are further factors; ``hidden`` must contain them already.
-        """
-        g, (need_hidden, need_weight, need_bias) = self.logits, needs
-        multiplier = multiplier / self.scale
-        if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
-            for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
-                torch.mul(g[rows].float(), multiplier, out=g[rows])
-            multiplier = torch.ones_like(multiplier)
-        grad_hidden = grad_bias = None
-        grad_weight = self._grad_weight(weight, multiplier) if need_weight else None
-        del self.hidden  # before the gradient of hidden is allocated
-        if need_hidden:
-            total = matmul_acc(g, weight, rounded=True)
-            grad_hidden = total if total.dtype == g.dtype else torch.empty_like(total, dtype=g.dtype)
-            torch.mul(total, (multiplier * row_weights)[:, None], out=grad_hidden)
-        if need_bias:
-            total = matmul_acc(g.t(), row_weights.to(g.dtype)[:, None], rounded=True)
-            grad_bias = torch.mul(total[:, 0], multiplier).to(g.dtype)
-        return grad_hidden, grad_weight, grad_bias
+def logit_products(
+    g: Tensor, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], by_row: Tensor, by: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden, weight and bias from those of the logits, g [n, V] times ``by_row`` [n] times ``by``.
 
-    def _grad_weight(self, weight: Tensor, multiplier: Tensor) -> Tensor:
-        g, h = self.logits, self.hidden
-        if g.dtype in FULL_PRECISION:
-            return torch.mm(g.t(), h.mul_(multiplier))
-        if g.device.type == "cpu" and not matmul_supports_fp32_out(g):
-            number = float(multiplier)
-            if abs(math.frexp(number)[0]) == 0.5:  # a power of two, exact to multiply by: see one_block
-                return torch.mm(g.t(), h * number)
-            return torch.mm(g.t(), h).mul_(number)
+    In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. ``g`` may be overwritten.
+    """
+    need_hidden, need_weight, need_bias = needs
+    total = by_row if by is None else by_row * by
+    if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
+        for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
+            torch.mul(g[rows].float(), total[rows, None], out=g[rows])
+        total = by_row = torch.ones_like(total)
+        by = None
+    grad_hidden = grad_weight = grad_bias = None
+    if need_weight and g.dtype == torch.float16 and by is not None:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        h = hidden * by_row[:, None].to(g.dtype)
         for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
-            torch.mul(matmul_acc(g[:, rows].t(), h, rounded=True), multiplier, out=grad_weight[rows])
-        return grad_weight
+            torch.mul(matmul_acc(g[:, rows].t(), h), by, out=grad_weight[rows])
+    elif need_weight:
+        grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
+    if need_hidden:
+        product = matmul_acc(g, weight, rounded=True)
+        grad_hidden = product if product.dtype == g.dtype else torch.empty_like(product, dtype=g.dtype)
+        torch.mul(product, total[:, None], out=grad_hidden)
+    if need_bias:
+        largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
+        grad_bias = matmul_acc(g.t(), (by_row / largest).to(g.dtype)[:, None], rounded=True)[:, 0] * largest
+        grad_bias = (grad_bias if by is None else grad_bias * by).to(g.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
+    """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; ``logit_products`` undoes it.
+
+    Where products are rounded to 16 bits, it contains the mantissa of ``factor``, by which the loss is multiplied. What remains
+    of the factor is usually a power of two, which adds no rounding.
+    """
+    scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
+    if hidden.dtype in FULL_PRECISION or matmul_supports_fp32_out(hidden):
+        return scale
+    if not isinstance(factor, Tensor):
+        return scale * math.frexp(factor)[0]
+    return torch.where(factor > 0, torch.frexp(factor).mantissa, 1.0) * scale
 
 
 def one_block(
@@ -219,12 +225,7 @@ def one_block(
         hidden, labels = hidden[rows], labels[rows]
     z = products(hidden, x, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale: Tensor | float = fp16_scale(spec.logit_scale) if hidden.dtype == torch.float16 else 1.0
-    if hidden.device.type == "cpu" and hidden.dtype not in FULL_PRECISION:
-        # 16-bit products are rounded. With the factor's mantissa in ``scale``, the remaining multiplier is usually a power of
-        # two, which adds no rounding.
-        mantissa = torch.frexp(factor).mantissa
-        scale = torch.where(mantissa == 0, 1.0, mantissa) * scale
+    scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = _logits_to_gradients(z, labels, spec, scale)
     all_lse = lse if rows is None else lse.new_zeros(x.labels.shape).index_copy_(0, rows, lse)
     return loss.sum() * factor, all_lse, factor, LogitGrads(z, hidden, rows, scale)
