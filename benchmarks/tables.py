@@ -169,9 +169,9 @@ def few_tokens_rows(report: Report) -> list[str]:
 
 
 def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the results of the rule by device, dtype, implementation and reduction."""
+    """Return the results of the rule by device, dtype, implementation and loss."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    names = ("device", "dtype", "implementation", "reduction")
+    names = ("device", "dtype", "implementation", "loss")
     for found in rows:
         kinds.setdefault(tuple(found[name] for name in names), []).append(found)
     lines = head(*names, "cases", "time relative to full logits, median", "largest", "slower")
@@ -184,13 +184,13 @@ def never_slower_kinds(rows: list[dict[str, Any]]) -> list[str]:
 
 def never_slower_cases(rows: list[dict[str, Any]]) -> list[str]:
     """Return every case that breaks the rule."""
-    lines = head("case", "dtype", "implementation", "head", "reduction", "hf_cce", "full logits", "memory", "rule")
+    lines = head("case", "dtype", "implementation", "head", "loss", "hf_cce", "full logits", "memory", "rule")
     for found in sorted(rows, key=lambda found: -found["ours_ms"] / (found["full_ms"] or 1e9)):
         if misses(found):
             size = f"{found['tokens']:,} × {found['hidden_size']:,} × {found['vocab_size']:,}, {found['device']}"
             memory = f"{found['ours_mib']:,.0f} of {found['full_mib']:,.0f} MiB" if found["full_mib"] else ""
             trained = "frozen" if found["frozen"] else "trained"
-            kind = (found["dtype"], found["implementation"], trained, found["reduction"])
+            kind = (found["dtype"], found["implementation"], trained, found["loss"])
             times = (f"{found['ours_ms']:.2f} ms", f"{found['full_ms']:.2f} ms")
             lines.append(row(size, *kind, *times, memory, ", ".join(misses(found))))
     return lines
