@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,14 +87,7 @@ HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 
 @implements("clone")
 def _clone(x: Any) -> Any:
-    made = x._derive(torch.clone, lambda r: r.with_ops())
-    return made if x.base is None else _with_base(made, _clone(x.base), x)
-
-
-def _with_base(made: Any, base: Any, parent: Any) -> Any:
-    """Note that the distribution ``made`` is one of the logits ``base``, so that products of two of them can be recorded."""
-    made.base, made.parent = base, parent
-    return made
+    return x._derive(torch.clone, lambda r: r.with_ops())
 
 
 @implements("contiguous")
@@ -108,7 +101,8 @@ def _contiguous(x: Any) -> Any:
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
     made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=nonlinear)
-    return made if x.base is None else _with_base(made, x.base, x)
+    made.parent = x
+    return made
 
 
 def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,8 +127,7 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
         moved = r.replace(hidden_states=made)
         return moved.with_ops() if copies or _is_copy(r, made) else moved
 
-    derived = x._derive(op, change)
-    return derived if x.base is None else _with_base(derived, _apply_to_token_dims(x.base, op, copies), x)
+    return x._derive(op, change)
 
 
 def _is_copy(r: Recipe, made: Tensor) -> bool:
@@ -277,8 +270,8 @@ def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: 
         dtype = getattr(torch.zeros(1, dtype=x.dtype, device=x.device), name)(-1).dtype
     source = x if dtype is None else _cast(x, dtype)
     made = source._derive(lambda z: getattr(z, name)(dim), lambda r: r.with_ops((name, None)), nonlinear=True)
-    if not x.recipe.class_first:
-        made.base = source
+    if not x.recipe.class_first:  # there ``apply_ops`` would take the wrong dimension
+        made.parent = source
     return made
 
 
@@ -295,40 +288,25 @@ def _record_on_distribution(x: Any, name: str, kind: str) -> Any:
 
 def _product(x: Any, other: Any) -> Any:
     """Record p · log p, as in entropies, or p · z, of the same logits."""
-    base, twin = (each if getattr(each, "base", None) is None else each.base for each in (x, other))
-    if (
-        not _are_alike(base, twin)
-        or base._is_stale
-        or twin._is_stale
-        or not (base.recipe.is_start_of(x.recipe) and twin.recipe.is_start_of(other.recipe))
-    ):
+    ancestors = list(_lineage(x))
+    source = next((each for each in _lineage(other) if any(each is known for known in ancestors)), None)
+    if source is None or source._is_stale or other._is_stale:
         return NotImplemented
-    before = len(base.recipe.ops)
+    before = len(source.recipe.ops)
     op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
-    watched = _is_watched(x) or _is_watched(other)
-    alike = x.requires_grad == other.requires_grad == base.requires_grad  # neither factor is detached
-    if base.recipe.with_ops(op).meaning.kind is None or watched or not alike:
-        return NotImplemented
-    return base._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=True)
+    if not (x.requires_grad or other.requires_grad):  # computed without gradients
+        source = source._detached()
+    alike = x.requires_grad == other.requires_grad == source.requires_grad
+    known = alike and source.recipe.with_ops(op).meaning.kind is not None
+    return _elementwise(source, op, nonlinear=True) if known else NotImplemented
 
 
-def _is_watched(x: Any) -> bool:
-    """Return True if ``x``, or what it was computed from, has hooks or keeps its gradient: a recorded product would skip both."""
-    watched = isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
-    return watched or (x.parent is not None and _is_watched(x.parent))
-
-
-def _are_alike(x: Any, other: Any) -> bool:
-    """Return True for the same logits, and for two results of the same operation on them, as of ``F.softmax(…, dtype=…)``."""
-    if x is other:
-        return True
-    if type(x) is not type(other) or x.recipe.ops != other.recipe.ops or x.recipe.mask_ops():
-        return False
-    sources = (
-        [getattr(each.grad_fn, "next_functions", None) for each in (x, other)] if isinstance(x, Tensor) else [0, 0]
-    )
-    watched = _is_watched(x) or _is_watched(other)
-    return sources[0] == sources[1] and not watched and all(map(operator.is_, x.recipe.operands, other.recipe.operands))
+def _lineage(x: Any) -> Iterator[Any]:
+    """Yield ``x`` and what it was computed from entry by entry, up to the first with hooks, which a product must not skip."""
+    while x is not None:
+        yield x
+        is_watched = isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
+        x = None if is_watched else x.parent
 
 
 # Computed results

@@ -69,8 +69,7 @@ class LazyLogits(LazyTensor):
     HANDLERS = HANDLERS
     recipe: Recipe
     shared_storage: SharedStorage
-    base: Any = None  # of a distribution: the logits that softmax was applied to
-    parent: Any = None  # of a distribution: the one that it was computed from, if any
+    parent: Any = None  # the lazy logits of the same tokens that these were computed from, if any
     has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses
@@ -137,7 +136,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _detached(self) -> Any:
         """Return a tensor that shares the storage, without a gradient."""
         new = LazyLogitsTensor(self.recipe)
-        new.shared_storage, new.base = self.shared_storage, None if self.base is None else self.base._detached()
+        new.shared_storage = self.shared_storage
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False) -> Any:
@@ -169,17 +168,19 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         """Return the full logits, without a gradient."""
         if not self._is_stale:
             self._check_fresh(for_values=True)
-        storage, base = self.shared_storage, self.base
+        storage, source = self.shared_storage, self
+        while source is not None and source.recipe.meaning.kind != "z":  # two distributions share the logits
+            source = source.parent
         if storage.values is None:
             with torch.inference_mode(False), torch.no_grad():
-                if base is None or base._is_stale or not base.recipe.is_start_of(self.recipe):
+                if source is None or source is self or source._is_stale:
                     self.recipe.call.note_materialized(why)
                     values = self.recipe.build()
                     # torch rejects writes into a view created under no_grad; F.linear with a bias may return one
                     values = values.data if values._is_view() else values
                 else:
-                    since = self.recipe.ops[len(base.recipe.ops) :]
-                    values = apply_ops(since, base._materialize_values(why))
+                    since = self.recipe.ops[len(source.recipe.ops) :]
+                    values = apply_ops(since, source._materialize_values(why))
                 for index, known in storage.known:  # so that they equal entries that code compares them with
                     values.scatter_(-1, index.to(values.device), known.to(values.device, values.dtype))
                 storage.values, storage.version = values, values._version

@@ -66,14 +66,17 @@ class Meaning(NamedTuple):
 
 def meaning(ops: tuple[Op, ...]) -> Meaning:
     names = [name for name, _ in ops]
-    first = ([i for i, name in enumerate(names) if name in ("softmax", "log_softmax", "product")] or [len(ops)])[0]
-    form, factor = closed_form(ops[:first]), 1.0
-    kind: str | None = {"softmax": "p", "log_softmax": "log p"}.get(names[first]) if first < len(ops) else "z"
-    if first < len(ops) and names[first] == "product":
-        found = [meaning(each) for each in ops[first][1]]
-        kinds = sorted(str(each.kind) for each in found if each.form == (1.0, None))  # of unscaled logits z only
-        kind = {"log p, p": "p log p", "p, z": "p z"}.get(", ".join(kinds))
-        factor = math.prod(each.factor for each in found)
+    kind: str | None
+    if "product" in names:
+        first = names.index("product")
+        x, y = (meaning(ops[:first] + each) for each in ops[first][1])
+        kinds = {"log p, p": "p log p", "p, z": "p z"} if x.form == y.form else {}
+        kind, factor = kinds.get(", ".join(sorted((str(x.kind), str(y.kind))))), x.factor * y.factor
+        form, logit_ops = x.form, x.logit_ops
+    else:
+        first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax")), len(ops))
+        kind = {"softmax": "p", "log_softmax": "log p"}[names[first]] if first < len(ops) else "z"
+        factor, form, logit_ops = 1.0, closed_form(ops[:first]), ops[:first]
     for name, value in ops[first + 1 :]:
         if name in ("mul", "div") and value != 0:
             factor = factor * value if name == "mul" else factor / value
@@ -81,7 +84,7 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
             kind = {("log p", "exp"): "p", ("p", "log"): "log p"}.get((str(kind), name))
         elif name != "to":
             kind = None
-    return Meaning(kind, factor, form, ops[:first])
+    return Meaning(kind, factor, form, logit_ops)
 
 
 def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +105,6 @@ class Recipe:
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
             made = apply_ops(self.ops, multiply(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
-
-    def is_start_of(self, other: Recipe) -> bool:
-        """Return True if ``other`` has the same operations, and possibly more after them."""
-        return len(self.ops) <= len(other.ops) and all(map(operator.is_, self.ops, other.ops))
 
     def mask_ops(self) -> list[Op]:
         return [op for op in self.ops if op[0] == "mask"]

@@ -361,7 +361,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     ),
     "compiled loss of both": (unchanged, compiled(lambda x: x.logsumexp(-1).sum() + divergence(x)), True),
     "entropy of a part after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p[:, 1:]), True),
-    "entropy of a cast after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p.double()), True),
+    "entropy of a copy after a hook": (unchanged, entropy_after_hook(lambda log_p: log_p.clone()), True),
     "entropy of a part before a hook": (unchanged, entropy_before_hook, True),
     "entropy with a retained gradient": (unchanged, entropy_with_retained_gradient, True),
     "entropy of a detached leaf": (unchanged, entropy_of_a_detached_leaf, True),
