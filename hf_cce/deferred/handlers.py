@@ -83,20 +83,13 @@ for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
-
-
-@implements("clone")
-def _clone(x: Any) -> Any:
-    return x._derive(torch.clone, lambda r: r.with_ops())
+HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 
 
 @implements("contiguous")
 def _contiguous(x: Any) -> Any:
-    """Return ``x`` itself or, where torch would copy, a copy: a write to it must not change ``x``."""
-    r = x.recipe
-    is_part = len(r.leaves) > 0 and r.weight is not r.leaves[1]  # of the vocabulary
-    is_moved = r.hidden_states is not r.laid_out and not r.hidden_states.is_contiguous()
-    return _clone(x) if r.class_first or is_part or is_moved else x
+    """Return a view, whether or not torch would copy: after a write to either, reading the other raises."""
+    return x._derive(lambda z: z.view_as(z), lambda r: r)
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -123,19 +116,10 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
 
     def change(r: Recipe) -> Recipe:
-        made = op(r.hidden_states)
-        moved = r.replace(hidden_states=made)
-        return moved.with_ops() if copies or _is_copy(r, made) else moved
+        moved = r.replace(hidden_states=op(r.hidden_states))
+        return moved.with_ops() if copies else moved
 
     return x._derive(op, change)
-
-
-def _is_copy(r: Recipe, made: Tensor) -> bool:
-    """Return True if torch had to copy the hidden states, as ``reshape`` may: it then copies logits too, if they lie alike."""
-    before = r.laid_out
-    if torch.compiler.is_compiling() or before is None or is_dtensor(made) or not before.is_contiguous():
-        return False
-    return made.untyped_storage().data_ptr() != r.hidden_states.untyped_storage().data_ptr()
 
 
 @implements("transpose", "permute")

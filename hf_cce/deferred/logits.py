@@ -100,8 +100,8 @@ class LazyLogits(LazyTensor):
         """Raise a RuntimeError if the recipe is stale; ``for_values``: which does not matter if the full logits exist."""
         if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
-                "these deferred logits share memory with logits that were modified in place; modify logits before creating "
-                "views, or use the model without hf_cce (remove_cce)"
+                "these deferred logits may share memory with logits that were modified in place; modify logits before "
+                "creating views, or use the model without hf_cce (remove_cce)"
             )
         if not for_values or self.shared_storage.values is None:
             self.recipe.check_fresh()

@@ -52,7 +52,6 @@ class Recipe:
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
-    laid_out: Tensor | None = None  # the hidden states when torch would have allocated the logits, contiguous
     # To detect reads after optimizer.step(), which changes the logits. Version counters do not show the changes of FSDP and
     # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes.
     versions: tuple[int | None, ...] = ()  # of the leaves
@@ -91,15 +90,15 @@ class Recipe:
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
         found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
         hidden_states, weight, bias = leaves
-        operands = {"hidden_states": hidden_states, "weight": weight, "bias": bias, "laid_out": hidden_states}
+        operands = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
         return self.replace(**operands, leaves=leaves, aliases=[], **found)
 
     def without_operands(self) -> Recipe:
-        return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), laid_out=None, aliases=())
+        return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
 
     def with_ops(self, *ops: Op) -> Recipe:
         """Return the recipe with ``ops`` recorded after its own; the result has memory of its own."""
-        return self.replace(ops=(*self.ops, *ops), laid_out=self.hidden_states, aliases=[])
+        return self.replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts

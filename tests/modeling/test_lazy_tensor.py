@@ -169,23 +169,6 @@ def written_copy(outputs: Any) -> Tensor:
     return outputs.loss + part.logsumexp(-1).sum() + outputs.logits.logsumexp(-1).sum()
 
 
-def written_after(copy: Callable[[Tensor], Tensor]) -> Loss:
-    """Return a loss of logits, and of what torch copies from them and a caller then scales in place."""
-
-    def loss_of(outputs: Any) -> Tensor:
-        logits = outputs.logits[:, :-1]
-        copied = copy(logits)
-        copied /= 0.7
-        return (
-            outputs.loss
-            + copied.logsumexp(-1).mean()
-            + logits.logsumexp(-1).mean()
-            + outputs.logits.logsumexp(-1).mean()
-        )
-
-    return loss_of
-
-
 def read_then_written(outputs: Any) -> Tensor:
     value = divergence(outputs.logits)
     outputs.logits[..., :4] = torch.finfo(torch.float32).min
@@ -368,14 +351,6 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "masked after softmax": (unchanged, masked_after_softmax, True),
     "class-first after a mask": (unchanged, class_first_after_mask, True),
     "a copy that is written to": (unchanged, written_copy, True),
-    "a contiguous copy that is written to": (unchanged, written_after(lambda x: x.contiguous()), True),
-    "a contiguous copy, class-first": (unchanged, written_after(lambda x: x.transpose(1, 2).contiguous()), True),
-    "a contiguous copy of a part": (unchanged, written_after(lambda x: x[..., :50].contiguous()), True),
-    "a reshaped copy that is written to": (unchanged, written_after(lambda x: x.reshape(-1, x.shape[-1])), True),
-    "a flattened copy that is written to": (unchanged, written_after(lambda x: x.flatten(0, 1)), True),
-    "contiguous logits that are written to": (
-        unchanged, lambda o: o.loss + o.logits.contiguous().mul_(2.0).logsumexp(-1).mean() + o.logits.logsumexp(-1).mean(), True,
-    ),
     "read, then written": (unchanged, read_then_written, True),
     "anomaly mode": (unchanged, in_anomaly_mode, False),
     "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
