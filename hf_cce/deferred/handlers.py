@@ -135,16 +135,13 @@ def _class_first(x: Any, *dims: Any) -> Any:
 @implements("__getitem__")
 def _index(x: Any, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)) and x.shared_storage.values is None:
-        *tokens, ids = (torch.as_tensor(each, device=x.device) for each in key)
-        ids = torch.where(ids < 0, ids + x.shape[-1], ids).long()
-        # As in [rows[:, None], ids]; otherwise each token would be computed once per id
-        several = ids.dim() > 0 and all(each.dim() > 0 and each.shape[-1] == 1 for each in tokens)
-        if not several:
-            *tokens, ids = (each.unsqueeze(-1) for each in torch.broadcast_tensors(*tokens, ids))
-        shape = torch.broadcast_shapes(*(each.shape[:-1] for each in (*tokens, ids)))
-        rows = tuple(each.squeeze(-1).expand(shape) for each in tokens)
-        found = _gather(_apply_to_token_dims(x, lambda z: z[rows]), -1, ids.expand(*shape, -1))
-        return found if several or found is NotImplemented else found.squeeze(-1)
+        *rows, ids = (torch.as_tensor(each, device=x.device) for each in key)
+        rows = torch.broadcast_tensors(*rows)
+        if rows[0].shape != ids.shape:  # several ids of a token, which would be computed once for each
+            return NotImplemented
+        ids = torch.where(ids < 0, ids + x.shape[-1], ids).long().unsqueeze(-1)
+        found = _gather(_apply_to_token_dims(x, lambda z: z[rows]), -1, ids)
+        return found if found is NotImplemented else found.squeeze(-1)
     split = split_index(key, x.ndim)
     if split is None:
         return NotImplemented
@@ -505,14 +502,11 @@ def _as_before(x: Any, ids: Tensor, values: Tensor) -> Tensor:
     other shapes round differently. The numbers are noted for later calls, in copies that the caller cannot change. Full logits
     that are computed later get them too.
     """
-    ids = ids.long().contiguous()
+    ids = ids.long()
     with torch.no_grad():  # the gradient stays that of ``values``
         for earlier, known in x.shared_storage.known:
-            if earlier.shape[-1] > 0:
-                ordered, order = earlier.sort(-1)
-                at = torch.searchsorted(ordered, ids).clamp(max=ordered.shape[-1] - 1)
-                same = ordered.gather(-1, at) == ids
-                values.copy_(known.gather(-1, order.gather(-1, at)).to(values).where(same, values))
+            for i in range(earlier.shape[-1]):
+                values.copy_(known[..., i : i + 1].to(values).where(ids == earlier[..., i : i + 1], values))
     x.shared_storage.known.append((ids.clone(), values.detach().clone()))
     return values
 
@@ -609,13 +603,6 @@ def _max(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if found is NotImplemented:
         return NotImplemented
     return torch.return_types.max(tuple(each if keepdim else each.squeeze(-1) for each in found))
-
-
-@implements("amax")
-def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    """Return the values of ``_max``. The gradient of ``amax`` is spread over equal entries, which needs full logits."""
-    found = NotImplemented if x.requires_grad and torch.is_grad_enabled() else _max(x, dim, keepdim)
-    return found if found is NotImplemented else found.values
 
 
 @implements("argmax")

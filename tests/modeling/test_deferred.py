@@ -209,6 +209,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities, along": lambda x: torch.take_along_dim(x.log_softmax(dim=-1), cut(x, INDEX).unsqueeze(-1), dim=2),
     "log-probabilities, along, from the end": lambda x: torch.take_along_dim(x.log_softmax(-1), cut(x, INDEX)[..., None] - V, -1),
     "log-probabilities, indexed": lambda x: x[0].log_softmax(-1)[torch.arange(x.shape[1]), cut(x, INDEX)[0]],
+    "log-probabilities, indexed by broadcast": lambda x: x.log_softmax(-1)[
+        torch.arange(B)[:, None], torch.arange(x.shape[1])[None], cut(x, INDEX)
+    ],
     "log-probabilities, indexed by ranges": lambda x: x[:, 0].log_softmax(-1)[range(B), INDEX[:, 0] - V],
     "log-probabilities by rows": lambda x: by_rows(x, cut(x, INDEX)),
     "log-probabilities by temperature": lambda x: F.log_softmax(x / 0.7, -1, dtype=x.dtype).gather(2, cut(x, INDEX)[..., None]),
@@ -396,7 +399,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "mean, kept": lambda x: x.mean(-1, keepdim=True),
     "parts of the vocabulary": lambda x: x.chunk(3, -1)[1],
     "most likely of all": lambda x: x.argmax(),
-    "the largest, which are often equal in bfloat16": lambda x: x.amax(-1),
+    "largest values, by amax": lambda x: x.amax(-1),
     "log-probabilities of a negative scale": lambda x: F.log_softmax(-x, -1).gather(-1, INDEX.unsqueeze(-1)),
     "mean after a write": lambda x: x.add_(1.0).mean(),
     "a part after a write": lambda x: x.add_(1.0).chunk(2)[0],

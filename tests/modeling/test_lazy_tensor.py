@@ -356,7 +356,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
     "weighted without gradient": (unchanged, weighted_without_gradient, False),
     "reused bias": (unchanged, reused_bias, False),
-    "ids by index": (unchanged, ids_by_index, False),
+    "several ids by index": (unchanged, ids_by_index, True),
     "log-probabilities of ids by index": (
         unchanged, lambda o: o.loss + o.logits.log_softmax(-1)[0][torch.arange(9)[:, None], torch.arange(20)].sum(), True,
     ),
@@ -419,19 +419,19 @@ COMPARISONS: dict[str, Callable[[Any], Any]] = {
     "rank of a log-probability": lambda z: rank_of(lambda log_p: log_p)(z.float().log_softmax(-1)),
     "the maximum": lambda z: (z == z.max(-1, keepdim=True).values).sum(-1),
     "five largest": kept_by_top_k,
-    "of a part": lambda z: (lambda part: (part == part.amax(-1, keepdim=True)).sum(-1))(z[:, :-1]),
+    "of a part": lambda z: (lambda part: (part == part.max(-1, keepdim=True)[0]).sum(-1))(z[:, :-1]),
     "the maximum of computed logits": lambda z: ((z.abs() >= 0).all(-1), (z == z.amax(-1, keepdim=True)).sum(-1)),
     "values that change": lambda z: (
-        z.gather(-1, INDEX).sub_(100), z.amax(-1).add_(100), z.topk(3).values.div_(0.1), z > 0,
+        z.gather(-1, INDEX).sub_(100), z.max(-1)[0].add_(100), z.topk(3).values.div_(0.1), z > 0,
     )[3],
     "ids that change": lambda z: (lambda ids: (z.gather(-1, ids), ids.zero_(), z > 0)[2])(INDEX.clone()),
-    "the most likely against the maximum": lambda z: z.gather(-1, z.argmax(-1, keepdim=True)) == z.amax(-1, keepdim=True),
+    "the most likely against the maximum": lambda z: z.gather(-1, z.argmax(-1, keepdim=True)) == z.max(-1, keepdim=True)[0],
     "entries against the five largest": lambda z: (
         lambda top: (z.gather(-1, top.indices[..., 1:2]) == top.values[..., 1:2], z.gather(-1, top.indices) == top.values)
     )(z.topk(5)),
-    "the maximum after no entries": lambda z: (z.gather(-1, INDEX[..., :0]), z == z.amax(-1, keepdim=True))[1].sum(-1),
+    "the maximum after no entries": lambda z: (z.gather(-1, INDEX[..., :0]), z == z.max(-1, keepdim=True)[0])[1].sum(-1),
     "by rows of computed logits": lambda z: (
-        lambda flat: (flat > 0, flat[torch.arange(len(flat)), flat.argmax(-1)] == flat.amax(-1))
+        lambda flat: (flat > 0, flat[torch.arange(len(flat)), flat.argmax(-1)] == flat.max(-1)[0])
     )(z.flatten(0, 1)),
 }  # fmt: skip
 INDEX = torch.full((*batch()["labels"].shape, 1), 7)
