@@ -62,14 +62,10 @@ def why_not_defer(head: nn.Module, wrapper: Any = None) -> str | None:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
         if sharded and module is not head:
             return "FSDP2 shards a layer inside the head by itself, and frees its weight after its forward; shard the whole head"
-        if kind.__name__ == "FullyShardedDataParallel" and module is not head:
-            return (
-                "FSDP1 wraps a layer inside the head, as PEFT's wrapping policy does with layers that are trained, and frees its "
-                "weight after its forward; leave lm_head out of target_modules and modules_to_save"
-            )
         if kind.__name__ == "FullyShardedDataParallel":
             return (
-                "the head is a separate FSDP1 unit, which frees its weight after its forward; keep it in the root unit"
+                "the head, or a layer inside it, is a separate FSDP1 unit, which frees its weight after its forward; keep it in the "
+                "root unit, and if PEFT made the policy, leave lm_head out of target_modules and modules_to_save"
             )
         if _is_4_bit(kind) and not compiling and not sharded:
             continue

@@ -41,7 +41,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
 from hf_cce.patches.marking import STATE
-from hf_cce.patches.refused import labels_position, why_refuse
+from hf_cce.patches.refused import why_refuse
 
 
 class _Entry(NamedTuple):
@@ -62,7 +62,6 @@ class Patch:
     """State of one patched model: options, counters and the two hooks."""
 
     config: CCEConfig
-    labels_position: int | None  # index of labels among forward's positional arguments
     stats: Stats = field(default_factory=Stats)
     filter_state: FilterState = field(default_factory=FilterState)
     token_sums: TokenSums = field(default_factory=TokenSums)
@@ -126,7 +125,7 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
         return
     unpatch(model)  # its hooks were removed by other code
     _drop_graphs()
-    state = Patch(config, labels_position(type(model)), outermost=root)
+    state = Patch(config, outermost=root)
     state.handles = [
         model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
         model.register_forward_hook(_after, with_kwargs=True, always_call=True),
@@ -190,7 +189,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     state = patch_of(model)
     if state is None:
         return
-    compiling, labels = torch.compiler.is_compiling(), _has_labels(state, args, kwargs)
+    compiling, labels = torch.compiler.is_compiling(), kwargs.get("labels") is not None
     if compiling and model.training:
         _install_while_tracing(state.key)
     head = find_head(model)
@@ -403,13 +402,6 @@ def _remove_forward(head: nn.Module) -> None:
                 del module.forward
             else:
                 module.forward = forward.args[1]
-
-
-def _has_labels(state: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if "labels" in kwargs:
-        return kwargs["labels"] is not None
-    position = state.labels_position
-    return position is not None and position < len(args) and args[position] is not None
 
 
 def _values_of(output: Any) -> Any:

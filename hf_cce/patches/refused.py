@@ -44,30 +44,19 @@ def why_refuse_class(cls: type) -> str | None:
     forward: Any = getattr(cls, "forward", None)
     if forward is None or not hasattr(cls, "get_output_embeddings"):
         return "it is not a Transformers model"
-    return _NO_LOSS if _parameters_with_labels(cls) is None else None
+    return None if _takes_labels(cls) else _NO_LOSS
 
 
-def labels_position(cls: type) -> int | None:
-    """Return the index of labels among forward's positional arguments; None if it takes no positional labels."""
-    parameters = _parameters_with_labels(cls)
-    own = inspect.signature(getattr(cls, "forward", lambda: None)).parameters.values()
-    others = [parameter.name for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    handed_on = len(others) == 1 and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
-    if parameters is None or not ("labels" in others or handed_on):  # handed_on: the signature is (self, *args)
-        return None
-    return parameters.index("labels") - 1
-
-
-def _parameters_with_labels(cls: type) -> list[str] | None:
-    """Return the parameters of the first forward in the MRO with labels, if those before it take **kwargs; else None."""
+def _takes_labels(cls: type) -> bool:
+    """Return True if a forward in the MRO has labels, and those before it take **kwargs."""
     for base in cls.__mro__:
         if "forward" in vars(base):
             parameters = inspect.signature(getattr(base, "forward")).parameters  # noqa: B009  # mypy: not every class has it
             if "labels" in parameters:
-                return list(parameters)
+                return True
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-                return None
-    return None
+                return False
+    return False
 
 
 def why_refuse(model: nn.Module) -> str | None:

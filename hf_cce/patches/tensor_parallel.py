@@ -32,8 +32,6 @@ def why_not(head: nn.Module, *, compiling: bool = False) -> str | None:
             return "torch.compile does not support deferred logits for a head under tensor parallelism"
         if module is not head:
             return "tensor parallelism is applied to a layer inside the head"
-        if replaced:
-            return "Transformers' tensor parallelism (transformers 5.17 and newer) replaces the head's forward"
-        if not all(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
-            return "tensor parallelism keeps a plain slice of the head's weight on each process (transformers 5.8)"
+        if replaced or not all(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
+            return "Transformers' tensor parallelism (its tp_plan) does not pass the head's output on as a DTensor"
     return None

@@ -25,7 +25,7 @@ MISTAKES = {
     "second derivative": "RuntimeError: the fused loss has no second derivative",
 }
 REASON = {
-    "fsdp1_head_alone": "the head is a separate FSDP1 unit",
+    "fsdp1_head_alone": "is a separate FSDP1 unit",
     "tensor_parallel_logits_split": "redistribute needs the full logits",
     "tensor_parallel_plan": "Transformers' tensor parallelism",
     "tensor_parallel_plan_tied": "Transformers' tensor parallelism",

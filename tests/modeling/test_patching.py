@@ -96,7 +96,7 @@ class HandsOn(LlamaForCausalLM):
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, HandsOn])
 def test_labels_by_position(kind: Any) -> None:
-    """Labels passed by position are found, also through a forward that passes its arguments on."""
+    """In eager mode a call whose labels are passed by position is one without labels: its loss is fused all the same."""
     plain = kind(tiny_llama().config).train()
     patched = apply_cce(copy.deepcopy(plain))
     given = [batch().get(name) for name in inspect.signature(LlamaForCausalLM.forward).parameters if name != "self"]

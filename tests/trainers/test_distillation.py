@@ -120,7 +120,7 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
     assert trl_patch.replace(FUNCTION, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
-    patch = Patch(CCEConfig(), None)
+    patch = Patch(CCEConfig())
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
