@@ -27,7 +27,6 @@ from hf_cce.deferred.lazy_tensor import (
     TensorProxy,
     call_as_tensors,
     is_alias,
-    keep_out_of_graphs,
     private_saved_tensors,
 )
 from hf_cce.deferred.operations import apply_ops
@@ -58,7 +57,6 @@ def lazy_logits(
 
 def to_wrapper(recipe: Recipe) -> Any:
     """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
-    keep_out_of_graphs()
     with private_saved_tensors():
         return HeadOutput.apply(LazyLogitsTensor, recipe.with_leaves(), *recipe.operands)
 
