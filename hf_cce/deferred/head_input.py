@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_cce.deferred.adapters import AdapterHead, Term
-from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, call_as_tensors, materialize_all
+from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, call_as_tensors, name_of
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
@@ -47,7 +47,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
             weight = weight if frozen is None else frozen
         reason = _why_not(hidden_states, weight, bias, cast)
     if reason is not None:
-        call.note_refused(reason)
+        call.reasons.append(reason)
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
@@ -92,8 +92,9 @@ class HeadInput(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        # Only as first argument: weight.to(x) just takes the dtype of x.
-        call = next((x.call for x in tree_leaves(args[:1]) if isinstance(x, HeadInput)), None)
+        # As first argument, because weight.to(x) just takes the dtype of x; or as a factor (VeRA, IA3)
+        inputs = tree_leaves(args if name_of(func) == "mul" else args[:1])
+        call = next((x.call for x in inputs if isinstance(x, HeadInput)), None)
         return result if call is None else _wrap_result(result, call)
 
 
@@ -114,12 +115,6 @@ def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
     return made
 
 
-def _mul(x: Any, other: Any) -> Any:
-    """Multiply by one factor per hidden dimension (VeRA, IA3); in a head that PEFT has wrapped, wrap the result."""
-    made = x.hidden_states * materialize_all(other)
-    return head_input(made, x.call) if x.call.adapted and made.shape == x.hidden_states.shape else made
-
-
 def _matmul(x: Any, other: Any) -> Any:
     """Defer an adapter's own product (AdaLoRA), once the product of the head has set ``call.vocab_size``."""
     known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
@@ -130,7 +125,6 @@ HeadInput.HANDLERS = {
     "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
     "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
     "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
     **dict.fromkeys(("matmul", "__matmul__"), _matmul),
 }
 
@@ -189,13 +183,11 @@ class ShardedLogits(TensorProxy):
         whole = placements is not None and all(each.is_replicate() for each in placements)
         if not whole or device_mesh not in (None, self.device_mesh) or kwargs.get("forward_dtype") is not None:
             return self._materialize("redistribute").redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
-        return self.full_tensor()
-
-    def full_tensor(self, **kwargs: Any) -> Any:
-        if kwargs.get("grad_placements") is not None:
-            return self._materialize("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
         hidden_states, weight, bias = self.operands
         return lazy_logits(hidden_states.to_local(), weight, bias, call=self.call, cast=self.cast)
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        return self._materialize("full_tensor").full_tensor(**kwargs)  # type: ignore[attr-defined]
 
     def to_local(self, **kwargs: Any) -> Tensor:
         return self._materialize("to_local").to_local(**kwargs)  # type: ignore[attr-defined]

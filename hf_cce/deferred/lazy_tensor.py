@@ -71,7 +71,7 @@ class LazyTensor:
         kwargs = kwargs or {}
         if "input" in kwargs and len(args) == 0:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        name = _name_of(func)
+        name = name_of(func)
         if name == "matmul" and torch.compiler.is_compiling():
             args = _undo_matmul_swap(args)
         first = args[0] if len(args) > 0 else None
@@ -122,7 +122,7 @@ def call_as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
     return Tensor.__torch_function__(func, (), args, kwargs)
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     name = getattr(func, "__name__", "an operation")
     return func.__self__.__name__ if name == "__get__" else name
 
@@ -311,7 +311,7 @@ class LazyGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _name_of(func)
+        name = name_of(func)
         summed = name == "add" and not kwargs and all(isinstance(x, LazyGrad) for x in args)
         if summed or name == "clone" or _is_metadata_query(func) or func in _AUTOGRAD:
             return call_as_tensors(func, args, kwargs)

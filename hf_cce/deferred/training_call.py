@@ -179,9 +179,6 @@ class TrainingCall:
             self.stats.materialized += 1
         self.full_logits = True
 
-    def note_refused(self, why: str) -> None:
-        self.reasons.append(why)
-
 
 def is_freed(parameter: Any) -> bool:
     """Return True if FSDP has freed the memory of ``parameter``; False for None."""

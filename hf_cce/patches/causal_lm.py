@@ -196,7 +196,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if head is None:
         if model.training and torch.is_grad_enabled() and labels:  # of a class that was patched as a whole
             call = TrainingCall(state.config, state.stats)
-            call.note_refused(str(why_refuse(model)))
+            call.reasons.append(str(why_refuse(model)))
             _close(state, call, head)
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
@@ -234,7 +234,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _install_forward(model, state, head, _Entry(call, previous_entry))
             return
         if training:
-            call.note_refused(reason)
+            call.reasons.append(reason)
             call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
     if previous_entry is not None:
@@ -442,7 +442,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
         call.note_fused()
     deferred = call.vocab_size is not None  # by another pass through the head
     if call.without_gradients and not (deferred or call.few_tokens):
-        call.note_refused(
+        call.reasons.append(
             "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
         )
         call.note_full_logits()

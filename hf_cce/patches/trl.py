@@ -103,7 +103,7 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
         )
     reason = why_not_read(weight, bias) or why_not_later(weight, bias)
     if reason is not None:
-        call.note_refused(reason)
+        call.reasons.append(reason)
         return NotImplemented
     # The loss with scale / T and softcap / T uses softcap · tanh(scale · z / softcap) / T.
     result = linear_log_probs(

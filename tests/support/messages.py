@@ -55,7 +55,7 @@ def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Name
             function = ast.unparse(node.func)
             if function in ("warn", "warnings.warn", "torch._assert_async"):
                 yield node.args[-1 if function == "torch._assert_async" else 0], names
-            elif function.endswith((".note_refused", "reasons.append")):
+            elif function.endswith("reasons.append"):
                 yield node.args[0], {}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in REASONS:
             yield node.value, {}
