@@ -37,10 +37,7 @@ from hf_cce.spec import accumulation_dtype
 Handlers = dict[str, Callable[..., Any]]
 HANDLERS: Handlers = {}
 # Operations supported on logits [B, V, S], whose classes come first
-CLASS_FIRST = {
-    "to", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous", "detach", "data", "mul", "multiply",
-    "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "tanh", "log_softmax", "cross_entropy", "nll_loss",
-}  # fmt: skip
+CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy"}
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
@@ -244,16 +241,11 @@ def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: 
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
     if isinstance(_stacklevel, torch.dtype):  # third argument of torch.softmax and of the method, unlike F.softmax
         dtype = _stacklevel
-    vocabulary = 1 if x.recipe.class_first else x.ndim - 1
-    if dim not in (vocabulary, vocabulary - x.ndim) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
+    if dim not in (-1, x.ndim - 1) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = getattr(torch.zeros(1, dtype=x.dtype, device=x.device), name)(-1).dtype
-    source = x if dtype is None else _cast(x, dtype)
-    made = source._derive(lambda z: getattr(z, name)(dim), lambda r: r.with_ops((name, None)), nonlinear=True)
-    if not x.recipe.class_first:  # there ``apply_ops`` would take the wrong dimension
-        made.parent = source
-    return made
+    return _elementwise(x if dtype is None else _cast(x, dtype), (name, None), nonlinear=True)
 
 
 HANDLERS["softmax"] = functools.partial(_normalize, "softmax")

@@ -135,8 +135,9 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "class weights, sum": lambda x: flat_loss(x, weight=CLASS_WEIGHTS.to(x.dtype), reduction="sum"),
     "class weights, none": lambda x: flat_loss(x * 0.5, weight=CLASS_WEIGHTS.to(x.dtype), reduction="none"),
     "classes first": lambda x: F.cross_entropy(x.transpose(1, 2), labels().view(B, S)),
-    "classes first, permuted": lambda x: F.cross_entropy(x.permute(0, 2, 1) / 2.0, labels().view(B, S), reduction="none"),
-    "classes first, nll": lambda x: F.nll_loss(x.transpose(-2, -1).log_softmax(1), labels().view(B, S), reduction="sum"),
+    "classes first, permuted": lambda x: F.cross_entropy(
+        (x / 2.0).permute(0, 2, 1).contiguous().float(), labels().view(B, S), reduction="none"
+    ),
     "nll of log_softmax": lambda x: F.nll_loss(F.log_softmax(x.view(-1, V), -1), labels()),
     "nll, class weights": lambda x: nn.NLLLoss(CLASS_WEIGHTS.to(x.dtype))(nn.LogSoftmax(-1)(x.view(-1, V)), labels()),
     "rows of a batch": lambda x: torch.stack([flat_loss(row) for row in x]),
@@ -327,6 +328,8 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "product with softmax of detached logits": lambda x: ((x.detach() / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
     "product with softmax of hooked logits": lambda x: (doubled(x / 2.0).softmax(-1) * (x / 2.0).log_softmax(-1)).sum(-1),
     "product with softmax of other logits": lambda x: ((x / 2.0).softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "classes first, scaled": lambda x: F.cross_entropy(x.permute(0, 2, 1) / 2.0, labels().view(B, S), reduction="none"),
+    "classes first, nll": lambda x: F.nll_loss(x.transpose(-2, -1).log_softmax(1), labels().view(B, S), reduction="sum"),
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,
     "tokens first": lambda x: x.transpose(0, 1).contiguous(),
