@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import weakref
@@ -197,11 +196,6 @@ def _why(args: Any, model: Any, run: _Run) -> str:
     compiled = getattr(args, "torch_compile", False) or _is_compiled(model, base)
     if patch_of(base) is None:
         return "the patch was removed during training"
-    if compiled and _is_trl(base.forward):
-        return (
-            "under torch.compile, TRL's own fused LM head (trl.trainer.utils.add_fused_lm_head) computes the loss; "
-            "train without torch_compile to use hf_cce's kernels"
-        )
     if run.stats.bypassed > run.step.bypassed:
         return (
             "TRL replaces the model's forward with its own fused LM head (trl.trainer.utils.add_fused_lm_head), "
@@ -210,9 +204,9 @@ def _why(args: Any, model: Any, run: _Run) -> str:
     if compiled:  # calls in compiled graphs are not counted
         return (
             "no torch.compile graph that ran in this step contains the fused loss. Either the trainer calls the model "
-            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer); "
-            "then train without torch_compile, because the logits of such calls are deferred in eager mode only. Or the model "
-            "computes its loss in another way; to see the reason, run a step without torch_compile"
+            "without labels and computes the loss itself (label_smoothing_factor, compute_loss_func, a preference trainer, "
+            "TRL's own fused LM head); then train without torch_compile, because such losses are fused in eager mode only. "
+            "Or the model computes its loss in another way; to see the reason, run a step without torch_compile"
         )
     if run.stats.calls == run.step.calls and run.stats.missed == run.step.missed:
         return "the model was never called in training mode with gradients enabled (do you override compute_loss?)"
@@ -228,13 +222,3 @@ def _is_compiled(model: nn.Module, base: nn.Module) -> bool:
         and any(inner is base for inner in module.modules())
         for module in model.modules()
     )
-
-
-def _is_trl(forward: Any) -> bool:
-    """Return True for TRL's forward, also if accelerate wraps it. Each wrapper copies the signature of what it wraps."""
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
