@@ -21,6 +21,7 @@ from hf_cce.quantized import FrozenWeight
 _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
 # DeepSpeed ZeRO-3 replaces F.linear, permanently and in the whole process, by a function that only takes tensors.
 LINEAR = torch._C._nn.linear
+_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _HOOKED = "(register_full_backward_hook) needs the gradient of the logits, which a compiled graph does not compute"
 
 
@@ -40,9 +41,9 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def why_not_defer(head: nn.Module, wrapper: Any = None) -> str | None:
+def why_not_defer(head: nn.Module, wrapper: Any, compiling: bool) -> str | None:
     """Return why the structure of ``head`` does not allow deferring its matmul, or None. ``wrapper`` replaces its forward."""
-    compiling = torch.compiler.is_compiling() or head._compiled_call_impl is not None
+    compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
@@ -51,6 +52,8 @@ def why_not_defer(head: nn.Module, wrapper: Any = None) -> str | None:
     if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
     for module in head.modules():
+        if (reason := _why_not_parallel(module, module is not head, compiling)) is not None:
+            return reason
         sharded = hasattr(module, "set_reshard_after_forward")
         kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 creates a subclass
         hooked = module._backward_hooks or module._backward_pre_hooks
@@ -75,6 +78,29 @@ def why_not_defer(head: nn.Module, wrapper: Any = None) -> str | None:
             return f"the head holds a {kind.__module__}.{kind.__qualname__}, which is not a plain torch.nn.Linear"
         if compiling and any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
             return "DeepSpeed ZeRO-3 partitions the head's weight, which torch.compile does not support with deferred logits"
+    return None
+
+
+def _why_not_parallel(module: nn.Module, inside: bool, compiling: bool) -> str | None:
+    """Return why tensor parallelism does not allow deferring the matmul of the head, or of a layer ``inside`` it, or None.
+
+    The hooks of torch's ``parallelize_module`` and of transformers 5.0 accept ShardedLogits in place of a DTensor. transformers
+    5.17 to 5.23 replace the forward by a function that checks for the type; 5.8 keeps a plain slice of the weight.
+    """
+    own = module.__dict__
+    forwards = own.get("forward"), own.get("_old_forward")  # where accelerate's hooks keep the forward that they wrap
+    replaced = any(getattr(forward, "__qualname__", None) == _TP_FORWARD for forward in forwards)
+    planned = "_hf_tp_plan" in own or own.get("_distribute_module_applied", False)
+    if compiling:  # Dynamo does not see the function's name, but it sees this attribute of Transformers
+        planned = planned or own.get("_is_hooked", False)
+    if not planned and not replaced:
+        return None
+    if compiling:
+        return "torch.compile does not support deferred logits for a head under tensor parallelism"
+    if inside:
+        return "tensor parallelism is applied to a layer inside the head"
+    if replaced or not all(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False)):
+        return "Transformers' tensor parallelism (its tp_plan) does not pass the head's output on as a DTensor"
     return None
 
 

@@ -39,7 +39,7 @@ from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
-from hf_cce.patches import bnb, distillation, peft_tuner, preference, tensor_parallel, trl
+from hf_cce.patches import bnb, distillation, peft_tuner, preference, trl
 from hf_cce.patches.marking import STATE
 from hf_cce.patches.refused import why_refuse
 
@@ -251,7 +251,7 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
 
 def _why_not_defer(head: nn.Module, compiling: bool) -> str | None:
     """Return why ``head`` does not allow deferring its matmul, or None."""
-    return tensor_parallel.why_not(head, compiling=compiling) or why_not_defer(head, _wrapper_of(head))
+    return why_not_defer(head, _wrapper_of(head), compiling)
 
 
 def _wrapper_of(head: nn.Module) -> Any:
