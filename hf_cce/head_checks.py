@@ -22,7 +22,6 @@ _TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout
 # DeepSpeed ZeRO-3 replaces F.linear, permanently and in the whole process, by a function that only takes tensors.
 LINEAR = torch._C._nn.linear
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
-_HOOKED = "(register_full_backward_hook) needs the gradient of the logits, which a compiled graph does not compute"
 
 
 def output_embeddings(model: nn.Module) -> object:
@@ -46,8 +45,6 @@ def why_not_defer(head: nn.Module, wrapper: Any, compiling: bool) -> str | None:
     compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
-    if compiling and (_module._global_backward_hooks or _module._global_backward_pre_hooks):
-        return f"a backward hook on all modules {_HOOKED}"
     plain = type(head).forward is nn.Linear.forward and wrapper is None
     if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
@@ -57,8 +54,11 @@ def why_not_defer(head: nn.Module, wrapper: Any, compiling: bool) -> str | None:
         sharded = hasattr(module, "set_reshard_after_forward")
         kind: Any = type(module).__bases__[-1] if sharded else type(module)  # FSDP2 creates a subclass
         hooked = module._backward_hooks or module._backward_pre_hooks
-        if compiling and hooked:
-            return f"a backward hook on the head {_HOOKED}"
+        if compiling and (hooked or _module._global_backward_hooks or _module._global_backward_pre_hooks):
+            return (
+                "a backward hook on the head or on all modules (register_full_backward_hook) needs the gradient of the logits, "
+                "which a compiled graph does not compute"
+            )
         if hooked and module is not head and issubclass(type(module), nn.Linear):
             return "a layer inside the head has a backward hook (register_full_backward_hook), which needs the layer's output"
         if compiling and sharded:
