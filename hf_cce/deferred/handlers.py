@@ -265,11 +265,12 @@ def _product(x: Any, other: Any) -> Any:
     source = next((each for each in _lineage(other) if any(each is known for known in ancestors)), None)
     if source is None or source._is_stale or other._is_stale:
         return NotImplemented
-    before = len(source.recipe.ops)
-    op = ("product", (x.recipe.ops[before:], other.recipe.ops[before:]))
+    before, start = len(source.recipe.ops), ("to", source.dtype)
+    op = ("product", tuple((start, *each.recipe.ops[before:]) for each in (x, other)))
     if not (x.requires_grad or other.requires_grad):  # computed without gradients
         source = source._detached()
-    alike = x.requires_grad == other.requires_grad == source.requires_grad
+    source = _cast(source, torch.promote_types(x.dtype, other.dtype))  # the dtype of the product
+    alike = x.requires_grad == other.requires_grad == source.requires_grad and x.device == other.device == source.device
     known = alike and source.recipe.with_ops(op).meaning.kind is not None
     return _elementwise(source, op, nonlinear=True) if known else NotImplemented
 

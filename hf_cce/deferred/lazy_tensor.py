@@ -48,6 +48,7 @@ class LazyTensor:
 
     # By name of a torch function; NotImplemented falls back to the real tensor
     HANDLERS: ClassVar[dict[str, Callable[..., Any]]] = {}
+    parent: Any = None  # the lazy tensor that this one was computed from entry by entry, if any
     _is_stale = False  # the real tensor was modified in place, so what was recorded is stale
 
     def _materialize(self, why: str) -> Tensor:

@@ -67,7 +67,6 @@ class LazyLogits(LazyTensor):
     HANDLERS = HANDLERS
     recipe: Recipe
     shared_storage: SharedStorage
-    parent: Any = None  # the lazy logits of the same tokens that these were computed from, if any
     has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses

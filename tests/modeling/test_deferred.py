@@ -627,6 +627,24 @@ def test_class_weights_under_autocast() -> None:
         assert_accurate(found, other, best, "class weights under autocast", torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (None, torch.float32), (torch.float64, None)], ids=str
+)
+def test_entropy_of_distributions_in_other_dtypes(dtypes: tuple[Any, Any]) -> None:
+    """The product has the dtype of torch's, and the same values if it is read."""
+
+    def product(logits: Any) -> Any:
+        return F.softmax(logits, -1, dtype=dtypes[0]) * F.log_softmax(logits, -1, dtype=dtypes[1])
+
+    for use_logits in (product, lambda logits: product(logits).sum(-1).float()):
+        exact, twin = run_in_float64(use_logits), run_on_logits(use_logits, torch.bfloat16, False)
+        actual = run_on_logits(use_logits, torch.bfloat16, True)
+        assert actual[0].dtype is twin[0].dtype
+        for found, other, best in zip((actual[0], *actual[1]), (twin[0], *twin[1]), (exact[0], *exact[1]), strict=True):
+            assert_accurate(found * 1.0, other, best, "entropy", torch.bfloat16)
+    assert actual[2].stats.materialized == 0
+
+
 def test_head_input_acts_as_hidden_states_elsewhere() -> None:
     hidden_states, weight, _ = make_inputs()
     given = head_input(hidden_states, TrainingCall())
