@@ -232,8 +232,10 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
         return True
     on_cpu = p.device.type == "cpu"
     # On a CPU a 16-bit matmul cannot write float32 results, which summing dW over several token blocks would need.
+    # On a GPU, the sums over token blocks need a float32 accumulator of dW, half of which is in the memory of dW itself.
+    accumulates = not on_cpu and (spec.auto_budget or 2 * _head_gradient_bytes(p, spec) <= spec.memory_budget)
     one_block = fits_one_block(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
-    return not on_cpu or one_block or not spec.needs[1]
+    return accumulates or one_block or not spec.needs[1]
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:

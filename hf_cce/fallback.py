@@ -35,7 +35,6 @@ MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten 
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
-SLAB_BYTES = 128 * MIB  # bytes of a recomputed slab of logits
 ALIGNMENT = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -235,8 +234,8 @@ def one_block(
 class GradSums:
     """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
 
-    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit. ``rest`` holds those of the
-    other rows if the budget has room; otherwise the backward pass recomputes these rows in slabs of the vocabulary.
+    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit, and ``rest`` those of the
+    other rows.
     """
 
     hidden: Tensor | None  # [N, D]
@@ -264,37 +263,7 @@ class GradSums:
             self.grad_weight[part] = self.weight[part] * multiplier
         if self.rest is not None:
             torch.mul(self.rest, multiplier, out=self.grad_weight[rows:])
-            return [grad_hidden, self.grad_weight, grad_bias]
-        grads = TokenGrads.of_loss(grad, factor, lse, spec)
-        _later_rows(x, spec, lse, grads, self.grad_weight, rows)
         return [grad_hidden, self.grad_weight, grad_bias]
-
-
-def _later_rows(x: Inputs, spec: LossSpec, lse: Tensor, grads: TokenGrads, grad_weight: Tensor, first: int) -> None:
-    """Write the rows ``first`` and later of the weight's gradient, from recomputed slabs of logits."""
-    n, v = x.labels.numel(), x.weight.shape[0]
-    never = -1 - v  # below every label − first
-    valid = x.labels != spec.ignore_index
-    if x.bias is not None or not _is_plain(spec):
-        if grads.mean is not None:  # logit_stats_backward divides it by V − first instead of V
-            grads = grads._replace(mean=grads.mean * ((v - first) / v))
-        labels = torch.where(valid, x.labels - first, never)
-        rest = Inputs(x.hidden, x.weight[first:], None if x.bias is None else x.bias[first:], labels)
-        spec = spec._replace(ignore_index=never, needs=(False, True, False))
-        reference.logit_stats_backward(rest, spec, lse, None, grads, grad_weight[first:])
-        return
-    hidden, grad_lse = _without_ignored(x, spec), torch.where(valid, grads.lse, 0)[:, None]
-    width = max(16, min(SLAB_BYTES, spec.memory_budget // 2) // (6 * max(n, 1)) // ALIGNMENT * ALIGNMENT)
-    for start in range(first, v, width):
-        stop = min(v, start + width)
-        z = torch.mm(hidden, x.weight[start:stop].t())
-        p = torch.sub(z, lse[:, None]).exp_()  # in float32
-        inside = valid & (x.labels >= start) & (x.labels < stop)
-        columns = (x.labels - start).clamp_(0, stop - start - 1)[:, None]
-        at_label = p.gather(1, columns) * grad_lse + torch.where(inside, grads.label, 0)[:, None]
-        torch.mul(p, grad_lse, out=z).scatter_(1, columns, at_label.to(z.dtype))
-        torch.mm(z.t(), hidden, out=grad_weight[start:stop])
-        del z, p
 
 
 def token_blocks(
@@ -318,10 +287,9 @@ def token_blocks(
     if sums.grad_weight is not None:
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNMENT * ALIGNMENT
         sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d).zero_()
-        rest = (v - fit) * d * acc_dtype.itemsize
-        least = min(room // 2, MIN_BLOCK_TOKENS * v * acc_dtype.itemsize)
-        if rest and matmul_supports_fp32_out(hidden) and room - rest >= least:
-            sums.rest, room = torch.zeros((v - fit, d), dtype=acc_dtype, device=device), room - rest
+        if fit < v:
+            sums.rest = torch.zeros((v - fit, d), dtype=acc_dtype, device=device)
+            room = max(room - sums.rest.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
     valid, factor = x.labels != spec.ignore_index, make_factor()
