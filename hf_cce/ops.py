@@ -100,28 +100,21 @@ def _backward(
         return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
 
 
-# The fields of a LossSpec, in the schemas of the operators; see _options_of
+# The fields of a LossSpec in the schemas of the operators
 _OPTIONS = (
-    "SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, bool need_hidden, "
-    "bool need_weight, bool need_bias, SymInt memory_budget, str implementation, float gradient_filter, bool auto_budget"
+    "SymInt ignore_index, float logit_scale, float softcap, float label_smoothing, float z_loss, bool[3] needs, "
+    "SymInt memory_budget, str implementation, float? gradient_filter, bool auto_budget"
 )
 
 
 def _options_of(spec: LossSpec) -> tuple[Any, ...]:
-    """Return the fields of ``spec``, with ``gradient_filter`` 0 for None and AUTO for "auto"."""
-    gradient_filter = AUTO if spec.gradient_filter == "auto" else spec.gradient_filter or 0.0
-    return (
-        spec.ignore_index, spec.logit_scale, spec.softcap, spec.label_smoothing, spec.z_loss, *spec.needs, spec.memory_budget,
-        spec.implementation, gradient_filter, spec.auto_budget,
-    )  # fmt: skip
+    *others, gradient_filter, auto_budget = spec
+    return *others, AUTO if gradient_filter == "auto" else gradient_filter, auto_budget
 
 
 def _spec_of(options: tuple[Any, ...]) -> LossSpec:
-    index, scale, softcap, smoothing, z_loss, *needs, budget, implementation, gradient_filter, auto_budget = options
-    allowed: Any = "auto" if gradient_filter == AUTO else gradient_filter or None
-    return LossSpec(
-        index, scale, softcap, smoothing, z_loss, tuple(needs), budget, implementation, allowed, auto_budget
-    )
+    spec = LossSpec(*options)
+    return spec._replace(gradient_filter="auto") if spec.gradient_filter == AUTO else spec
 
 
 @torch.library.custom_op(
@@ -138,20 +131,10 @@ def logit_stats(*arguments: Any) -> tuple[Tensor, ...]:
 
 @logit_stats.register_fake
 def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    want_mean, want_entropy, want_log_sum_sq, want_top1 = others[3:7]
-    n, acc_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype)
-
-    def vector(wanted: bool = True, dtype: torch.dtype = acc_dtype) -> Tensor:
-        return hidden.new_empty(n if wanted else 0, dtype=dtype)
-
-    return (
-        vector(),
-        vector(),
-        vector(want_mean),
-        vector(want_entropy),
-        vector(want_log_sum_sq),
-        vector(want_top1, torch.bool if want_top1 else acc_dtype),
-    )
+    acc_dtype, wanted = accumulation_dtype(hidden.dtype), (True, True, *others[3:7])
+    dtypes = [*[acc_dtype] * 5, torch.bool if wanted[-1] else acc_dtype]
+    sizes = [hidden.shape[0] if each else 0 for each in wanted]
+    return tuple(hidden.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True))
 
 
 @torch.library.custom_op(
@@ -206,7 +189,7 @@ def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:3]
     spec = ctx.spec._replace(needs=needs)
     gradients = recompute_by_operator(Inputs(*inputs), spec, lse, entropy, stats_grads(lse, grads))
-    return (*_only(needs, gradients), *[None] * 17)
+    return (*_only(needs, gradients), *[None] * 15)
 
 
 logit_stats.register_autograd(_stats_gradients, setup_context=_save_stats)
@@ -280,7 +263,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 20
+        return (None,) * 18
     *inputs, lse, factor = ctx.saved_tensors
     x, needs = Inputs(*inputs), ctx.needs_input_grad[:3]
     spec = ctx.spec._replace(needs=needs)
@@ -292,7 +275,7 @@ def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -
         # With create_graph=True, this operator's backward raises on a second derivative.
         grads = TokenGrads.of_loss(grad, factor, lse, spec)
         gradients = recompute_by_operator(x, spec, lse, None, grads)
-    return (*_only(needs, gradients), *[None] * 17)
+    return (*_only(needs, gradients), *[None] * 15)
 
 
 cross_entropy_op.register_autograd(_cross_entropy_gradients, setup_context=_save_cross_entropy)

@@ -169,7 +169,7 @@ def test_a_state_is_found_by_its_handle_until_it_is_deleted() -> None:
     assert FilterState.of(handle) is None
     # Without a state nothing measures the error that "auto" promises, so nothing is dropped.
     hidden, weight, labels = problem(torch.bfloat16)
-    numbers = (None, 0.0, handle, False, -100, 1.0, 0.0, 0.0, 0.0, True, True, False, 1 << 28, "triton", -1.0, True)
+    numbers = (None, 0.0, handle, False, -100, 1.0, 0.0, 0.0, 0.0, [True, True, False], 1 << 28, "triton", -1.0, True)
     gradients = torch.ops.hf_cce.cross_entropy(hidden, weight, None, labels, *numbers)[3:5]
     loss_of(hidden, weight, labels, None, CCEConfig("triton")).backward()
     assert torch.equal(gradients[0], hidden.grad) and torch.equal(gradients[1], weight.grad)

@@ -277,7 +277,7 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     inputs, labels = make_inputs(20, 16, 50, dtype, bias=True)
     given = (*(x.requires_grad_() for x in inputs), labels)
     loss, stats = torch.ops.hf_cce.cross_entropy.default, torch.ops.hf_cce.logit_stats.default
-    options = (-100, 0.5, 3.0, 0.1, 0.1, True, True, True, 1 << 20, "auto", 0.0, True)
+    options = (-100, 0.5, 3.0, 0.1, 0.1, [True] * 3, 1 << 20, "auto", None, True)
     for divisor in ((None, 0.0), (torch.tensor(7), 0.0), (None, 7.0)):
         torch.library.opcheck(loss, (*given, *divisor, 0, False, *options))
     for requested in ((True,) * 4, (False,) * 4, (True, False, False, False), (False, True, False, False)):
@@ -300,7 +300,7 @@ def test_gradient_strides_match_the_fake_implementation(ignored: str, implementa
     for pair in (turned, overlapping):
         tensors = (torch.rand(20), torch.rand(20), None, None, *pair, None, labels, torch.ones(20), None)
         moved = [None if x is None else _on(device, x) for x in tensors]
-        given = (*moved, -100, 1.0, 0.0, 0.0, 0.0, True, True, False, 1 << 20, implementation, 0.0, False)
+        given = (*moved, -100, 1.0, 0.0, 0.0, 0.0, [True, True, False], 1 << 20, implementation, None, False)
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
             fake = torch.ops.hf_cce.logit_stats_backward(*fakes)
