@@ -167,7 +167,14 @@ class Strategy:
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         """Compute the gradients from the cache of ``forward``, which is consumed; return None if there is no cache."""
-        return None
+        cache, self.cache = self.cache, None
+        if cache is None:
+            return None
+        return self.cached_gradients(cache, x, self.spec._replace(needs=needs), saved, upstream)
+
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
+        """Compute the gradients that ``spec`` needs from the cache of ``forward``."""
+        raise NotImplementedError
 
     def warm_up_strategies(self) -> list[Strategy]:
         """Return the strategies that ``warm_up`` compiles: those that this call or later ones run."""
@@ -274,12 +281,10 @@ class OnePass(Strategy):
         loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
         return (loss,), Saved(lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        cache, self.cache = self.cache, None
-        if cache is None or upstream[0] is None or saved.factor is None:
-            return None
-        grad = reference.zero_if_all_ignored(upstream[0], x.labels, self.spec)
-        return cache.finalize(x, self.spec._replace(needs=needs), saved.lse, saved.factor, grad)
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
+        assert upstream[0] is not None
+        grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
+        return cache.finalize(x, spec, saved.lse, saved.factor, grad)
 
 
 class Recompute(Strategy):
@@ -312,12 +317,8 @@ class Exact(Recompute):
         loss, lse, self.cache = kernels_module().exact_cross_entropy(x, self.spec, factor)
         return (loss,), Saved(lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         kernels = kernels_module()
-        cache, self.cache = self.cache, None
-        if cache is None:
-            return None
-        spec = self.spec._replace(needs=needs)
         if isinstance(cache, kernels.PrecomputedGradients):
             assert upstream[0] is not None
             grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
@@ -341,11 +342,7 @@ class Materialized(Strategy):
         loss, self.cache = kernels.materialized_cross_entropy(logits, x, spec, factor)
         return (loss,), Saved(self.cache.lse, factor=factor)
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        cache, self.cache = self.cache, None
-        if cache is None:
-            return None
-        spec = self.spec._replace(needs=needs)
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         return kernels_module().materialized_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
@@ -368,23 +365,24 @@ class Filtered(Strategy):
         return (loss,), Saved(self.cache.lse, factor=factor, tokens=self.cache.order.token_perm)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        cache, self.cache = self.cache, None
-        if cache is None:
+        if self.cache is None:
             return self.unfiltered.backward(x, saved, upstream, needs)
-        request = self.request(cache, saved, upstream, needs)
-        exact = self.exact_gradients_if_probing(x, saved, upstream, needs)
-        grad_hidden, grad_weight, report = kernels_module().filtered_gradients(
+        return super().backward(x, saved, upstream, needs)
+
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
+        kernels, grads, exact = kernels_module(), self.sorted_grads(cache, saved, upstream), None
+        measure = self.keeps_state and self.state.measure()  # only a caller's FilterState uses the result
+        request = kernels.BackwardRequest(
+            grads.lse, grads.label, self.tau, *spec.needs[:2], measure, spec.gradient_filter == "auto"
+        )
+        if self.state.probe_only():
+            lse, grads = saved.in_token_order(), self.token_grads(saved, upstream)
+            exact = partial(recompute, x, spec, lse, saved.entropy, grads, True)
+        grad_hidden, grad_weight, report = kernels.filtered_gradients(
             cache, x.weight, request, exact, self.state.next_tau
         )
         self.state.report(report)
         return grad_hidden, grad_weight, None
-
-    def request(self, cache: Any, saved: Saved, upstream: Upstream, needs: Needs) -> Any:
-        """Return the arguments of the kernels' backward pass."""
-        measure = self.keeps_state and self.state.measure()  # only a caller's FilterState uses the result
-        grads = self.sorted_grads(cache, saved, upstream)
-        by_rounding = self.spec.gradient_filter == "auto"
-        return kernels_module().BackwardRequest(grads.lse, grads.label, self.tau, *needs[:2], measure, by_rounding)
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, in the row order of the filter."""
@@ -401,17 +399,6 @@ class Filtered(Strategy):
     def release(self) -> None:
         super().release()
         self.unfiltered.release()
-
-    def exact_gradients_if_probing(
-        self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs
-    ) -> Callable[[], InputGrads] | None:
-        """Return a function that computes exact gradients if this step only probes the filter, else None."""
-        if not self.state.probe_only():
-            return None
-        spec = self.spec._replace(needs=needs)
-        return lambda: recompute(
-            x, spec, saved.in_token_order(), saved.entropy, self.token_grads(saved, upstream), True
-        )
 
 
 class Statistics(Strategy):
@@ -466,11 +453,7 @@ class StoredStatistics(Statistics):
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return super().non_differentiable_outputs(outputs[:-1])
 
-    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        cache, self.cache = self.cache, None
-        if cache is None:
-            return None
-        spec = self.spec._replace(needs=needs)
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         return fallback.stored_gradients(cache, x, spec, saved.lse, saved.entropy, self.token_grads(saved, upstream))
 
 
