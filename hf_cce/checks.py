@@ -62,27 +62,18 @@ def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None
 
 
 def check_numbers(**options: object) -> None:
-    """Raise unless every option is a finite number, or a tensor of one number without ``requires_grad``.
-
-    The value of a tensor is not read; ``to_number`` converts it.
-    """
+    """Raise unless every option is a finite number. A tensor is none, because reading it would synchronize with a GPU."""
     for name, value in options.items():
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                raise ValueError(
-                    f"{name} must be a number, got a tensor that requires grad, which would not receive a gradient; scale "
-                    "hidden_states by it instead, detach it, or use full logits"
-                )
-            if value.numel() != 1:
-                raise ValueError(f"{name} must be one number, got shape {tuple(value.shape)}")
-        elif not isinstance(value, _NUMBERS) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number{_or_none(name)}, got {type_name(value)}")
-        elif not -math.inf < value < math.inf:  # type: ignore[operator]
+        if not isinstance(value, _NUMBERS) or isinstance(value, bool):
+            tensor = isinstance(value, Tensor)
+            way = "; pass its .item(), or scale hidden_states by it if it needs a gradient" if tensor else ""
+            raise TypeError(f"{name} must be a number{_or_none(name)}, got {type_name(value)}{way}")
+        if not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
 
 
 def to_number(value: Any, kind: type = float) -> Any:
-    """Convert NumPy scalars and tensors to a Python number, as kernels need; leave numbers and PyTorch symbols as they are."""
+    """Convert NumPy scalars to a Python number, as kernels need; leave numbers and PyTorch symbols as they are."""
     return value if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)) else kind(value)
 
 
