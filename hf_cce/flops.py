@@ -15,25 +15,18 @@ import torch
 COUNTER = "torch.utils.flop_counter"
 
 
-def _product(hidden: Any, weight: Any) -> int:
-    return 2 * hidden[0] * weight[0] * weight[1]
+def _gradients(hidden: Any, weight: Any, out_shape: Any) -> int:
+    """Count one product for each gradient of a matrix among the outputs; that of the bias is a sum."""
+    return sum(len(shape) == 2 for shape in out_shape) * 2 * hidden[0] * weight[0] * weight[1]
 
 
-def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return _product(hidden, weight)
+def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    """Count the logits, and gradients that ``hf_cce::cross_entropy`` computes in its forward pass."""
+    return 2 * hidden[0] * weight[0] * weight[1] + _gradients(hidden, weight, out_shape)
 
 
-def _cross_entropy(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    """Count gradients that the forward pass computes here: no operator runs in the backward pass."""
-    precomputed = sum(len(shape) == 2 for shape in out_shape[3:5])
-    return (1 + precomputed) * _product(hidden, weight)
-
-
-def _backward(
-    g1: Any, g2: Any, g3: Any, g4: Any, hidden: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    needed = sum(len(shape) == 2 for shape in out_shape[:2])  # the gradient of the bias is a sum, not a product
-    return needed * _product(hidden, weight)
+def _backward(*inputs: Any, out_shape: Any, **_: Any) -> int:
+    return _gradients(*inputs[4:6], out_shape)
 
 
 def register() -> None:
@@ -46,11 +39,7 @@ def register() -> None:
         return
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    formulas: dict[str, Any] = {
-        "cross_entropy": _cross_entropy,
-        "logit_stats": _forward,
-        "logit_stats_backward": _backward,
-    }
+    formulas = {"cross_entropy": _forward, "logit_stats": _forward, "logit_stats_backward": _backward}
     for name, formula in formulas.items():
         operator = getattr(torch.ops.hf_cce, name)
         if operator not in flop_registry:  # already registered after a reload of this module
