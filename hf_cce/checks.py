@@ -92,6 +92,14 @@ def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None
         raise ValueError(f"{name} must be on {like.device} like {like_name}, got {value.device}")
 
 
+def check_tokens(name: str, value: Tensor, shape: torch.Size, like_name: str, like: Tensor) -> None:
+    """Raise unless ``value`` is on the device of ``like`` [..., D] and ``shape``, that of its entries, is [...]."""
+    if shape != like.shape[:-1]:
+        want = tuple(like.shape[:-1])
+        raise ValueError(f"{name} must have one entry per token of {like_name}, shape {want}, got {tuple(shape)}")
+    check_device(name, value, like_name, like)
+
+
 def check_logit_options(logit_scale: float, softcap: float | None, prefix: str = "") -> None:
     check_numbers(**{f"{prefix}logit_scale": logit_scale})
     if softcap is not None:

@@ -306,12 +306,7 @@ def _prepare_teacher(
         raise TypeError(
             f"teacher must be a TeacherHead, a TeacherTopK or a tensor of logits, got {checks.type_name(teacher)}"
         )
-    if shape[:-1] != student_hidden.shape[:-1]:
-        raise ValueError(
-            f"teacher {name} must have the shape of student_hidden except for the last dimension, "
-            f"{tuple(student_hidden.shape[:-1])}, got {tuple(shape)}"
-        )
-    checks.check_device(f"teacher {name}", found.hidden, "student_hidden", student_hidden)
+    checks.check_tokens(f"teacher {name}", found.hidden, shape[:-1], "student_hidden", student_hidden)
     return found
 
 
@@ -355,11 +350,9 @@ def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
     if not log_probs.is_floating_point():
         raise ValueError(f"teacher log_probs must be floating point, got {log_probs.dtype}")
     for name, x in (("ids", ids), ("log_probs", log_probs)):
-        if x.dim() < 1 or x.shape[:-1] != student_hidden.shape[:-1] or x.shape[-1] == 0:
-            raise ValueError(
-                f"teacher {name} must have shape [..., k] with ... = {tuple(student_hidden.shape[:-1])}, got {tuple(x.shape)}"
-            )
-        checks.check_device(f"teacher {name}", x, "student_hidden", student_hidden)
+        if x.dim() < 1 or x.shape[-1] == 0:
+            raise ValueError(f"teacher {name} must have shape [..., k], got {tuple(x.shape)}")
+        checks.check_tokens(f"teacher {name}", x, x.shape[:-1], "student_hidden", student_hidden)
     if ids.shape != log_probs.shape:
         raise ValueError(
             f"teacher ids and log_probs must have the same shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
@@ -371,12 +364,7 @@ def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
 def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
     """Check ``mask`` and return it as [N] bool."""
     checks.check_tensor("mask", "[...]", mask)
-    if mask.shape != student_hidden.shape[:-1]:
-        raise ValueError(
-            f"mask must have the shape of student_hidden without its last dimension, {tuple(student_hidden.shape[:-1])}, got "
-            f"{tuple(mask.shape)}"
-        )
+    checks.check_tokens("mask", mask, mask.shape, "student_hidden", student_hidden)
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"mask must be bool or integers, got {mask.dtype}; it selects tokens but does not weight them")
-    checks.check_device("mask", mask, "student_hidden", student_hidden)
     return mask.reshape(-1) != 0

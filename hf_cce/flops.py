@@ -26,7 +26,7 @@ def _forward(hidden: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> in
 
 
 def _backward(*inputs: Any, out_shape: Any, **_: Any) -> int:
-    return _gradients(*inputs[4:6], out_shape)
+    return _gradients(inputs[4], inputs[5], out_shape)
 
 
 def register() -> None:

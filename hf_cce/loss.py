@@ -256,15 +256,10 @@ def _prepare_inputs(
         raise TypeError(f"filter_state must be a FilterState or None, got {checks.type_name(filter_state)}")
     hidden_states, weight, bias = checks.check_head(hidden_states, weight, bias, ("hidden_states", "weight", "bias"))
     checks.check_tensor("labels", "[...]", labels)
-    if labels.shape != hidden_states.shape[:-1]:
-        raise ValueError(
-            f"labels must have the shape of hidden_states without its last dimension, {tuple(hidden_states.shape[:-1])}, "
-            f"got {tuple(labels.shape)}"
-        )
+    checks.check_tokens("labels", labels, labels.shape, "hidden_states", hidden_states)
     if labels.dtype not in _LABEL_DTYPES:
         way = "" if labels.is_floating_point() else "; convert them with labels.long()"
         raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
-    checks.check_device("labels", labels, "hidden_states", hidden_states)
     checks.check_logit_options(logit_scale, softcap)
     # flatten makes no view of a tensor that has this shape already
     flat = hidden_states.flatten(0, -2) if hidden_states.dim() > 1 else hidden_states[None]
