@@ -357,8 +357,7 @@ def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSt
 
 def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
     """Check the labels and return the scalar that the summed loss is multiplied by."""
-    triton = choose_implementation(x.labels.device, x.hidden.dtype, spec.implementation) == "triton"
-    return validate_labels(x.labels, spec, x.weight.shape[0], divisor, triton)
+    return validate_labels(x.labels, spec, x.weight.shape[0], divisor, False)
 
 
 def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:

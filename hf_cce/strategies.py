@@ -91,9 +91,7 @@ def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, tr
         ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronizing.
     """
     index = spec.ignore_index
-    ok, factor = with_fallback(
-        lambda triton: implementation(triton).validate_labels(labels, index, v, divisor), triton, spec, labels.device
-    )
+    ok, factor = implementation(triton).validate_labels(labels, index, v, divisor)
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={index}")
     elif not ok.is_meta and not bool(ok):
