@@ -22,11 +22,7 @@ INTEGERS = (int, numbers.Integral, torch.SymInt)
 
 
 def check_config(config: CCEConfig | None) -> CCEConfig:
-    if config is None:
-        return _DEFAULT
-    if not isinstance(config, CCEConfig):
-        raise TypeError(f"config must be a CCEConfig or None, got {type(config).__name__}")
-    return config
+    return _DEFAULT if config is None else CCEConfig.of(config)
 
 
 def check_reduction(reduction: str, num_items_in_batch: object) -> None:

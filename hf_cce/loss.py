@@ -117,15 +117,13 @@ def linear_cross_entropy(
         x = Inputs(x.hidden, x.weight, x.bias, labels.reshape(-1))
     spec = _make_spec(x, config, form, label_smoothing, z_loss)
     is_sharded = _is_vocab_sharded(x)
+    divisor = checks.make_divisor(reduction, num_items_in_batch, x.hidden.device)
     if reduction != "none" and not is_sharded:
-        return ops.cross_entropy(
-            x, spec, checks.make_divisor(reduction, num_items_in_batch, x.hidden.device), filter_state
-        )
+        return ops.cross_entropy(x, spec, divisor, filter_state)
     wanted = WantedStats(mean=label_smoothing > 0)
     loss = token_losses(*_statistics(is_sharded, x, spec, wanted, z_loss > 0, None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    divisor = checks.make_divisor(reduction, num_items_in_batch, x.hidden.device)
     return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
 
 

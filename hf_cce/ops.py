@@ -213,34 +213,24 @@ logit_stats_backward.register_autograd(_refuse_second_derivative)
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, float divisor, SymInt filter_state, "
     f"bool counted, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def cross_entropy_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_items: Tensor | None,
-    divisor: float,
-    filter_state: int,
-    counted: bool,
-    *options: Any,
-) -> tuple[Tensor, ...]:
+def cross_entropy_op(*arguments: Any) -> tuple[Tensor, ...]:
     """Return (loss, lse [N], factor, grad of hidden, of weight, of bias); gradients not computed here are empty.
 
     The loss is the sum over the tokens times ``factor``: 1 / ``divisor`` if that is positive, else 1 / ``num_items`` if given
     (0 if ``num_items`` is 0), else 1 / the number of labels that are not ignored. ``filter_state`` is the handle of a
     FilterState, or 0; ``counted`` increments the counters of its model.
     """
-    x, spec = _aligned_inputs(hidden, weight, bias, labels), _spec_of(options)
-    state = FilterState.of(filter_state)
+    x, (num_items, divisor, filter_state, counted) = _aligned_inputs(*arguments[:4]), arguments[4:8]
+    spec, state = _spec_of(arguments[8:]), FilterState.of(filter_state)
     if counted and state is not None and state.counters is not None:
         state.counters.calls += 1
         state.counters.fused += 1
     strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
     gradients: InputGrads = (None, None, None)
-    if grads_in_forward(hidden.dtype) and any(spec.needs):
+    if grads_in_forward(x.hidden.dtype) and any(spec.needs):
         gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
     assert saved.factor is not None
-    precomputed = [hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
+    precomputed = [x.hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
     return loss, saved.in_token_order(), saved.factor, *precomputed
 
 

@@ -421,9 +421,8 @@ class Statistics(Strategy):
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         # Includes outputs that were not requested: the gradient of an empty one would be read as a tensor of N elements.
-        return [output for output, is_wanted in zip(outputs[2:4], self.wanted, strict=False) if not is_wanted] + [
-            *outputs[4:]
-        ]
+        unwanted = [output for output, is_wanted in zip(outputs[2:4], self.wanted, strict=False) if not is_wanted]
+        return [*unwanted, *outputs[4:6]]
 
 
 class StoredStatistics(Statistics):
@@ -447,9 +446,6 @@ class StoredStatistics(Statistics):
             grad_lse = grad_loss if grad_lse is None else grad_lse + grad_loss
             grad_label = -grad_loss if grad_label is None else grad_label - grad_loss
         return super().token_grads(saved, (grad_lse, grad_label, *others))
-
-    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        return super().non_differentiable_outputs(outputs[:-1])
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         return fallback.stored_gradients(cache, x, spec, saved.lse, saved.entropy, self.token_grads(saved, upstream))
