@@ -298,3 +298,15 @@ def test_no_tensor_is_kept_for_each_slab(case: Case, monkeypatch: pytest.MonkeyP
             fused_divergence(x, x.student(torch.float32), case)
         most_live.append(memory.most_live)
     assert most_live[0] == most_live[1]
+
+
+def test_backward_leaves_the_hidden_states_alone() -> None:
+    """Writing to them, even the same values, would break the backward pass of other operations that saved them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, weight = (torch.randn(n, 8, device=device, requires_grad=True) for n in (20, 30))
+    x = hidden * 1.0
+    saved = x.square().sum()
+    teacher = TeacherTopK(torch.arange(4, device=device).expand(20, 4), torch.full((20, 4), -2.0, device=device))
+    for given in (teacher, torch.randn(20, 30, device=device), TeacherHead(hidden, weight)):
+        linear_divergence(x, weight, given).backward(retain_graph=True)
+    saved.backward()
