@@ -11,7 +11,7 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -146,11 +146,6 @@ class PartialStats(NamedTuple):
     gap: Tensor  # mean of z_t − z_s under p_t (forward KL), of z_s − z_t under p_s (reverse KL)
     expectation: Tensor  # mean of z_s under p_s, for the entropy
 
-    def write(self, index: int, part: PartialStats) -> None:
-        """Set the statistics of part ``index``."""
-        for target, values in zip(self, part, strict=True):
-            target[index] = values
-
 
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
@@ -216,7 +211,9 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
         dtype, sizes = accumulation_dtype(student.hidden.dtype), (n, n, n if spec.kl else 0, n if spec.entropy else 0)
         parts = PartialStats(*(student.hidden.new_empty((len(slabs), size), dtype=dtype) for size in sizes))
         for index, slab in enumerate(slabs):
-            parts.write(index, _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec))
+            found = _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec)
+            for part, values in zip(parts, found, strict=True):
+                part[index] = values
         lse, teacher_lse, gap, expectation = _fold(parts, spec)
         entropy = lse - expectation if spec.entropy else expectation
     if spec.kl:
@@ -336,9 +333,7 @@ def gradients(
 
     n, itemsize = student.hidden.shape[0], student.hidden.dtype.itemsize
     column_bytes = n * itemsize if spec.triton else portable_column_bytes(student, teacher)
-    reserved_bytes = 4 * student.hidden.numel() if itemsize < 4 and wanted.needs[0] else 0
-    slabs = make_slabs(student, spec, column_bytes + _copied_bytes(teacher, tokens), reserved_bytes)
-    return head_gradients(student, slabs, slab_grad, unit, wanted)
+    return head_gradients(student, spec, column_bytes + _copied_bytes(teacher, tokens), slab_grad, unit, wanted)
 
 
 def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
@@ -351,7 +346,8 @@ def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
 
 def head_gradients(
     student: Head,
-    slabs: Iterable[slice],
+    spec: DivergenceSpec,
+    column_bytes: int,  # see make_slabs
     slab_grad: Callable[[slice], Tensor],
     unit: Tensor | None,
     wanted: WantedGrads,
@@ -370,7 +366,8 @@ def head_gradients(
     for grad in (grad_weight, grad_bias):
         if grad is not None:
             grad[v:] = 0
-    for slab in slabs:
+    reserved_bytes = 4 * n * d if dtype.itemsize < 4 and wanted.needs[0] else 0
+    for slab in make_slabs(student, spec, column_bytes, reserved_bytes):
         g = slab_grad(slab)
         if grad_bias is not None:
             grad_bias[slab] = g.sum(0, dtype=acc_dtype) if unit is None else g.sum(0, dtype=acc_dtype) * unit

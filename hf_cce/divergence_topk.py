@@ -111,9 +111,7 @@ class SupportLogits(torch.autograd.Function):
                 ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
                 found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
             else:
-                reserved_bytes = 4 * hidden.numel() if hidden.dtype.itemsize < 4 else 0
-                slabs = make_slabs(student, spec, portable_column_bytes(student), reserved_bytes)
-                found = head_gradients(student, slabs, slab_grad, unit, wanted)
+                found = head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
         return *found, None, None, None, None
 
 
