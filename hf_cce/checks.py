@@ -60,12 +60,13 @@ def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None
 def check_numbers(**options: object) -> None:
     """Raise unless every option is a finite number. A tensor is none, because reading it would synchronize with a GPU."""
     for name, value in options.items():
+        or_none = " or None" if name.endswith("softcap") else ""
         if not isinstance(value, _NUMBERS) or isinstance(value, bool):
             tensor = isinstance(value, Tensor)
             way = "; pass its .item(), or scale hidden_states by it if it needs a gradient" if tensor else ""
-            raise TypeError(f"{name} must be a number{_or_none(name)}, got {type_name(value)}{way}")
+            raise TypeError(f"{name} must be a number{or_none}, got {type_name(value)}{way}")
         if not -math.inf < value < math.inf:  # type: ignore[operator]
-            raise ValueError(f"{name} must be a finite number{_or_none(name)}, got {value}")
+            raise ValueError(f"{name} must be a finite number{or_none}, got {value}")
 
 
 def to_number(value: Any, kind: type = float) -> Any:
@@ -150,10 +151,6 @@ def check_head(
                 "cast one of them, or run under torch.autocast"
             )
     return hidden, weight, bias
-
-
-def _or_none(name: str) -> str:
-    return " or None" if name == "softcap" else ""
 
 
 def type_name(value: object) -> str:

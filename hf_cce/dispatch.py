@@ -255,7 +255,7 @@ def decide_unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for a scalar loss."""
     if prefers_full_logits(Problem.of(x), spec):  # checked first, because host time dominates here
-        return FullLogits(spec, divisor)
+        return FullLogits(spec, divisor, False)
     return dispatch_fused(x, spec, divisor, state)
 
 
@@ -296,7 +296,7 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: F
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
     p = Problem.of(x)
     if prefers_full_logits(p, spec):
-        return FullLogits(spec, SUM)
+        return FullLogits(spec, SUM, False)
     statistics = dispatch_fused_statistics(x, spec, wanted)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
@@ -315,9 +315,7 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
         return Statistics(remaining, wanted, True)
     stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
     remaining = remaining._replace(memory_budget=stored + beside)
-    if keeps_logits and fits:
-        return StoredStatistics(remaining, wanted)
-    return Statistics(remaining, wanted, False)
+    return (StoredStatistics if keeps_logits and fits else Statistics)(remaining, wanted, False)
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool, models: int = 1) -> tuple[int, int, bool]:

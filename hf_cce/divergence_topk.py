@@ -130,14 +130,10 @@ def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Te
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
-    n, device = student.hidden.shape[0], student.hidden.device
+    n = len(student.hidden)
     if spec.triton and n:
-        return divergence_kernels().row_lse(
-            divergence_kernels().with_contiguous_rows(student),
-            torch.full((), n, device=device),
-            False,
-            spec.memory_budget,
-        )[0]
+        kernels, count = divergence_kernels(), torch.full((), n, device=student.hidden.device)
+        return kernels.row_lse(kernels.with_contiguous_rows(student), count, False, spec.memory_budget)[0]
     slabs = make_slabs(student, spec, portable_column_bytes(student))
     parts = student.hidden.new_empty((len(slabs), n), dtype=accumulation_dtype(student.hidden.dtype))
     for part, x in zip(parts, slabs, strict=True):  # allocated before the loop, as in ``divergence_passes``

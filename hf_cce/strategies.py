@@ -202,9 +202,6 @@ class Strategy:
 class FullLogits(Strategy):
     """Full logits with PyTorch's own operators, as in Transformers; autograd records them."""
 
-    def __init__(self, spec: LossSpec, divisor: Divisor) -> None:
-        super().__init__(spec, divisor, False)
-
     def logits(self, x: Inputs) -> Tensor:
         """Return the logits [N, V], in the inputs' dtype or the accumulation dtype."""
         spec, z = self.spec, F.linear(x.hidden, x.weight, x.bias)
@@ -432,9 +429,6 @@ class StoredStatistics(Statistics):
     """
 
     reads_weight_in_slabs = False
-
-    def __init__(self, spec: LossSpec, wanted: WantedStats) -> None:
-        super().__init__(spec, wanted, False)
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         stats, losses, self.cache = fallback.logit_stats(x, self.spec, self.wanted, lambda: self.factor(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hf_cce.cli.common import DTYPES, Output, add_sizes, positive, size, table
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         "",
         *(f"Note: {note}." for note in found.notes),
     )
-    out.save(found.to_json())
+    out.save({**asdict(found), "verdict": estimate.verdict(found)})
     return 0
 
 

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,10 +88,6 @@ class Estimate:
     few_tokens: bool
     steps: dict[str, Step]
     notes: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields as a dict, with sizes in bytes, and the verdict."""
-        return {**asdict(self), "verdict": verdict(self)}
 
 
 def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int | None = None) -> tuple[int, int, bool]:
