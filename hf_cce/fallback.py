@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,13 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.reference import FP16_SCALE, add_product, labeled_rows, matmul_acc, matmul_supports_fp32_out, scratch_bytes
+from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
 MIN_BLOCK_TOKENS = 128
 # Up to this size a CPU stores all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
 ONE_BLOCK_BYTES_CPU = 64 * MIB
-MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten times the rounding error
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
@@ -133,27 +133,13 @@ def products(hidden: Tensor, x: Inputs, out: Tensor) -> Tensor:
     return torch.mm(hidden, weight, out=out) if x.bias is None else torch.addmm(x.bias, hidden, weight, out=out)
 
 
-def _without_ignored(x: Inputs, spec: LossSpec) -> Tensor:
-    """Return the hidden states with ignored rows zeroed, so that NaN there cannot reach the weight's gradient."""
-    return torch.where((x.labels != spec.ignore_index)[:, None], x.hidden, 0)
-
-
-def _rows_to_compute(x: Inputs, spec: LossSpec) -> Tensor | None:
-    """Return the indices of the rows with a label, and of others if they are few; None: all rows, as always on a GPU."""
-    valid = x.labels != spec.ignore_index
-    rows = labeled_rows(valid)
-    if rows is None or len(rows) >= MIN_ROWS_CPU:
-        return rows
-    return torch.cat((rows, (~valid).nonzero()[: MIN_ROWS_CPU - len(rows), 0]))
-
-
 @dataclass
 class LogitGrads:
     """Result of ``one_block``: the logits' gradient [n, V] times ``scale``, before it is multiplied by upstream gradients."""
 
     logits: Tensor
     hidden: Tensor  # [n, D], zero in ignored rows
-    rows: Tensor | None  # [n], indices of these rows; None: all
+    rows: Tensor | None  # [n], see ``reference.select_rows``
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -163,9 +149,7 @@ class LogitGrads:
         valid = (labels != spec.ignore_index).to(multiplier.dtype)
         hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
         grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, valid, multiplier)
-        if grad_hidden is not None and self.rows is not None:
-            grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, self.rows, grad_hidden)
-        return [grad_hidden, *others]
+        return [None if grad_hidden is None else put_rows(grad_hidden, self.rows, len(x.hidden)), *others]
 
 
 def logit_products(
@@ -219,15 +203,12 @@ def one_block(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
-    hidden, labels, rows = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
-    if rows is not None:
-        hidden, labels = hidden[rows], labels[rows]
+    (hidden, _, _, labels), rows = reference.select_rows(x, spec)
     z = products(hidden, x, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = _logits_to_gradients(z, labels, spec, scale)
-    all_lse = lse if rows is None else lse.new_zeros(x.labels.shape).index_copy_(0, rows, lse)
-    return loss.sum() * factor, all_lse, factor, LogitGrads(z, hidden, rows, scale)
+    return loss.sum() * factor, put_rows(lse, rows, len(x.labels)), factor, LogitGrads(z, hidden, rows, scale)
 
 
 @dataclass
@@ -238,7 +219,8 @@ class GradSums:
     other rows.
     """
 
-    hidden: Tensor | None  # [N, D]
+    hidden: Tensor | None  # [n, D]
+    rows: Tensor | None  # [n], see ``reference.select_rows``
     weight: Tensor | None  # [rows, D], rows <= V
     rest: Tensor | None  # [V − rows, D]
     bias: Tensor | None  # [V]
@@ -254,6 +236,7 @@ class GradSums:
             return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=like.dtype))
 
         grad_hidden, self.hidden = rounded(self.hidden, x.hidden), None
+        grad_hidden = None if grad_hidden is None else put_rows(grad_hidden, self.rows, len(x.hidden))
         grad_bias = rounded(self.bias, x.bias)
         if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
             return [grad_hidden, rounded(self.weight, x.weight), grad_bias]
@@ -270,13 +253,14 @@ def token_blocks(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
-    hidden, (n, d), v = _without_ignored(x, spec), x.hidden.shape, x.weight.shape[0]
-    need_hidden, need_weight, need_bias = spec.needs
+    (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
+    (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
     most = math.inf if matmul_supports_fp32_out(hidden) else 1.0
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
+        chosen,
         None,
         None,
         torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
@@ -292,16 +276,14 @@ def token_blocks(
             room = max(room - sums.rest.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
-    valid, factor = x.labels != spec.ignore_index, make_factor()
-    chosen = _rows_to_compute(x, spec)
-    n = n if chosen is None else len(chosen)
+    valid, factor = labels != spec.ignore_index, make_factor()
     block = token_block(n, v, dtype, on_cpu, room)
     slab = empty_logits(hidden, v, min(block, n))
     for start in range(0, n, block):
-        rows = slice(start, min(n, start + block)) if chosen is None else chosen[start : start + block]
+        rows = slice(start, min(n, start + block))
         h = hidden[rows]
         z = products(h, x, slab[: h.shape[0]])
-        losses[rows], lse[rows] = _logits_to_gradients(z, x.labels[rows], spec, sums.scale)
+        losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale)
         if sums.hidden is not None:
             sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:
@@ -311,7 +293,7 @@ def token_blocks(
                 add_product(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
             sums.bias.add_(matmul_acc(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
-    return losses.sum() * factor, lse, factor, sums
+    return losses.sum() * factor, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 
 def token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
@@ -329,11 +311,12 @@ def token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget:
 
 @dataclass
 class StoredLogits:
-    """Products h Wᵀ [n, V] in the inputs' dtype, and their hidden states with ignored rows zeroed."""
+    """Products h Wᵀ [n, V] in the inputs' dtype; the rest is from ``reference.select_rows``."""
 
     logits: Tensor
     hidden: Tensor  # [n, D]
-    rows: Tensor | None  # [n], indices of these rows; None: all
+    labels: Tensor  # [n]
+    rows: Tensor | None  # [n]
 
 
 def logit_stats(
@@ -344,9 +327,7 @@ def logit_stats(
     −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1. ``check_labels`` is called
     when a GPU has its first GEMM.
     """
-    hidden, labels, chosen = _without_ignored(x, spec), x.labels, _rows_to_compute(x, spec)
-    if chosen is not None:
-        hidden, labels = hidden[chosen], labels[chosen]
+    (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     stores = any(spec.needs)
     block = max(1, n) if stores else token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
@@ -381,10 +362,8 @@ def logit_stats(
             del f, log_p  # free them before the next ones are allocated
     valid = x.labels != spec.ignore_index
     found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
-    if chosen is not None:
-        found = [s.new_zeros(valid.shape).index_copy_(0, chosen, s) if s.numel() else s for s in found]
-    *stats, losses = reference.zero_ignored(found, valid)
-    return LogitStats(*stats), losses, StoredLogits(slab, hidden, chosen) if stores else None
+    *stats, losses = reference.zero_ignored(found, valid, chosen)
+    return LogitStats(*stats), losses, StoredLogits(slab, hidden, labels, chosen) if stores else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -397,27 +376,18 @@ def stored_gradients(
     stored: StoredLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
     """Return the gradients of hidden, weight and bias. The stored logits are overwritten."""
-    z, v, (need_hidden, need_weight, need_bias) = stored.logits, x.weight.shape[0], spec.needs
-    valid, labels = x.labels != spec.ignore_index, x.labels
-    lse = torch.where(valid, lse, reference.IGNORED_LSE)
-    grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
-    if stored.rows is not None:
-        labels, lse = labels[stored.rows], lse[stored.rows]
-        entropy = None if entropy is None else entropy[stored.rows]
-        grads = TokenGrads(*(None if g is None else g[stored.rows] for g in grads))  # type: ignore[arg-type]
-    if _is_plain(spec) and grads.entropy is None:
+    z, labels, v, (need_hidden, need_weight, need_bias) = stored.logits, stored.labels, x.weight.shape[0], spec.needs
+    lse, entropy, grads = reference.select_grads(x.labels, stored.rows, spec, lse, entropy, grads)
+    if _is_plain(spec) and grads.entropy is None and grads.mean is None:
         _plain_gradients(z, labels.masked_fill(labels == spec.ignore_index, 0)[:, None], spec, grads)
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             f = _processed(z[chunk], spec)
-            of_chunk = TokenGrads(*(None if g is None else g[chunk] for g in grads))  # type: ignore[arg-type]
             some_entropy = None if entropy is None else entropy[chunk]
+            of_chunk = grads.map(itemgetter(chunk))
             z[chunk] = reference.logit_gradients(f, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
-    grad_hidden = torch.mm(z, x.weight) if need_hidden else None
-    if grad_hidden is not None and stored.rows is not None:
-        grad_hidden = grad_hidden.new_zeros(x.hidden.shape).index_copy_(0, stored.rows, grad_hidden)
     return [
-        grad_hidden,
+        put_rows(torch.mm(z, x.weight), stored.rows, len(x.hidden)) if need_hidden else None,
         torch.mm(z.t(), stored.hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]
@@ -426,14 +396,9 @@ def stored_gradients(
 def _plain_gradients(z: Tensor, y: Tensor, spec: LossSpec, grads: TokenGrads) -> None:
     """Overwrite the logits ``z`` [n, V] with their gradient, with few kernels. ``y`` [n, 1]: labels, valid ids where ignored."""
     v, acc_dtype, grad_lse = z.shape[1], grads.lse.dtype, grads.lse[:, None]
-    added = grads.label if grads.mean is None else grads.label + grads.mean / v
     for rows in chunks(len(z), 2 * acc_dtype.itemsize * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
         p = F.softmax(z[rows], 1, dtype=acc_dtype)
-        at_label = p.gather(1, y[rows]) * grad_lse[rows] + added[rows, None]
-        if grads.mean is not None:
-            p.mul_(grad_lse[rows])
-            torch.add(p, (grads.mean[rows] / v)[:, None], out=z[rows])
-        else:
-            torch.mul(p, grad_lse[rows], out=z[rows])
+        at_label = p.gather(1, y[rows]) * grad_lse[rows] + grads.label[rows, None]
+        torch.mul(p, grad_lse[rows], out=z[rows])
         z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
         del p  # free it before the next one is allocated

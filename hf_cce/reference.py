@@ -23,6 +23,7 @@ from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, Wante
 MIN_SCRATCH_BYTES = 16 * MIB
 # Against underflow in float16: a factor on probabilities, and what the largest upstream gradient of a divergence is scaled to.
 FP16_SCALE = 1024.0
+MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten times the rounding error
 # logsumexp of ignored tokens, so that their probabilities are zero; finite, because 0 · inf would be NaN.
 IGNORED_LSE = 1e30
 
@@ -101,17 +102,53 @@ def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> t
     )
 
 
-def zero_ignored(stats: Iterable[Tensor], valid: Tensor) -> list[Tensor]:
-    """Return ``stats``, each [N] or empty, with zeros (False) at the tokens that are not ``valid`` [N]."""
-    return [torch.where(valid, s, s.new_zeros(())) if s.numel() else s for s in stats]
+def select_rows(x: Inputs, spec: LossSpec, mask: bool = True) -> tuple[Inputs, Tensor | None]:
+    """Return the tokens with a label, and others if they are few, with their indices; None: all have one.
+
+    On a GPU, where finding them would synchronize, return all. The hidden states of others are zeroed, so that NaN there cannot
+    propagate; on a GPU only if ``mask``.
+    """
+    valid = x.labels != spec.ignore_index
+    if _would_sync(valid):
+        return (x._replace(hidden=torch.where(valid[:, None], x.hidden, 0)) if mask else x), None
+    rows = valid.nonzero()[:, 0]
+    if len(rows) == len(valid):
+        return x, None
+    labeled = len(rows)
+    if labeled < MIN_ROWS_CPU:
+        rows = torch.cat((rows, (~valid).nonzero()[: MIN_ROWS_CPU - labeled, 0]))
+    hidden = x.hidden[rows]
+    hidden[labeled:] = 0
+    return x._replace(hidden=hidden, labels=x.labels[rows]), rows
+
+
+def select_grads(
+    labels: Tensor, rows: Tensor | None, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
+) -> tuple[Tensor, Tensor | None, TokenGrads]:
+    """Return statistics and their upstream gradients for the ``rows`` of ``select_rows``; ignored tokens get no gradient."""
+    valid = labels != spec.ignore_index
+    lse, grads = torch.where(valid, lse, IGNORED_LSE), grads.map(lambda g: torch.where(valid, g, 0))
+    if rows is None:
+        return lse, entropy, grads
+    return lse[rows], None if entropy is None else entropy[rows], grads.map(lambda g: g[rows])
+
+
+def put_rows(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
+    """Return the ``values`` of ``rows`` as those of all tokens [n, ·], with zeros elsewhere."""
+    return values if rows is None else values.new_zeros(n, *values.shape[1:]).index_copy_(0, rows, values)
+
+
+def zero_ignored(stats: Iterable[Tensor], valid: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+    """Return ``stats``, each of ``rows`` or empty, for all tokens, with zeros (False) where not ``valid``; new tensors."""
+    stats = [put_rows(s, rows, len(valid)) if s.numel() else s for s in stats]
+    return [torch.where(valid, s, s.new_zeros(())) if s.numel() else torch.empty_like(s) for s in stats]
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
-    n_all, v = x.labels.numel(), x.weight.shape[0]
     valid = x.labels != spec.ignore_index
-    rows = labeled_rows(valid)
-    hidden, labels = (x.hidden, x.labels) if rows is None else (x.hidden[rows], x.labels[rows])
+    x, rows = select_rows(x, spec, mask=False)
+    hidden, labels, v = x.hidden, x.labels, x.weight.shape[0]
     n, acc_dtype = labels.numel(), accumulation_dtype(hidden.dtype)
 
     def vector(value: float) -> Tensor:
@@ -139,23 +176,16 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
             squares = squares * decay * decay + e.square_().sum(1)
         top = new_top
         del z, e  # free them before the next slab is allocated
-    log_total = total.log()
-
-    def scatter(values: Tensor, wanted: bool = True) -> Tensor:
-        if not wanted:
-            return values.new_empty(0)
-        if rows is None:
-            return torch.where(valid, values, values.new_zeros(()))
-        return values.new_zeros(n_all).index_copy_(0, rows, values)
-
-    return LogitStats(
-        scatter(top + log_total),
-        scatter(label_logit),
-        scatter(z_sum / v, wanted.mean),
-        scatter(log_total - weighted / total, wanted.entropy),
-        scatter(squares.log() - 2 * log_total, wanted.log_sum_sq),
-        scatter(label_logit >= top) if wanted.top1 else top.new_empty(0),
+    log_total, nothing = total.log(), total.new_empty(0)
+    stats = (
+        top + log_total,
+        label_logit,
+        z_sum / v if wanted.mean else nothing,
+        log_total - weighted / total if wanted.entropy else nothing,
+        squares.log() - 2 * log_total if wanted.log_sum_sq else nothing,
+        label_logit >= top if wanted.top1 else nothing,
     )
+    return LogitStats(*zero_ignored(stats, valid, rows))
 
 
 def logit_stats_backward(
@@ -171,18 +201,10 @@ def logit_stats_backward(
     ``grad_weight`` is an output buffer for the weight's gradient, or None. ``entropy`` (H) is required with ``grads.entropy``.
     ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
     """
-    (hidden, weight, _, labels), (need_hidden, need_weight, need_bias) = x, spec.needs
-    v, acc_dtype = weight.shape[0], accumulation_dtype(hidden.dtype)
-    valid = labels != spec.ignore_index
-    rows = labeled_rows(valid)
-    if rows is not None:
-        hidden, labels, lse = (tensor[rows] for tensor in (hidden, labels, lse))
-        entropy = None if entropy is None else entropy[rows]
-        grads = TokenGrads(*(None if g is None else g[rows] for g in grads))  # type: ignore[arg-type]
-    elif _would_sync(hidden):  # mask ignored rows instead of removing them
-        hidden, lse = torch.where(valid[:, None], hidden, 0), torch.where(valid, lse, IGNORED_LSE)
-        grads = TokenGrads(*(None if g is None else torch.where(valid, g, 0) for g in grads))  # type: ignore[arg-type]
-    n = labels.numel()
+    n_all, (need_hidden, need_weight, need_bias) = x.labels.numel(), spec.needs
+    (hidden, weight, _, labels), rows = select_rows(x, spec)
+    lse, entropy, grads = select_grads(x.labels, rows, spec, lse, entropy, grads)
+    n, v, acc_dtype = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=acc_dtype, device=hidden.device)
     if grad_weight is None:
         grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
@@ -209,22 +231,12 @@ def logit_stats_backward(
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, g, rounded  # free them before the next slab is allocated
     grad_hidden = grad_hidden.to(hidden.dtype)
-    if need_hidden and rows is not None:
-        grad_hidden = x.hidden.new_zeros(x.hidden.shape).index_copy_(0, rows, grad_hidden)
-    return grad_hidden, grad_weight, grad_bias
+    return put_rows(grad_hidden, rows, n_all) if need_hidden else grad_hidden, grad_weight, grad_bias
 
 
 def _would_sync(x: Tensor) -> bool:
     """Return True if finding the tokens with a label would synchronize with a device."""
     return x.device.type != "cpu"
-
-
-def labeled_rows(valid: Tensor) -> Tensor | None:
-    """Return the indices of tokens with a label; None if all have one, or if finding them would synchronize."""
-    if _would_sync(valid):
-        return None
-    rows = valid.nonzero().squeeze(1)
-    return None if rows.numel() == valid.numel() else rows
 
 
 def _slab_width(

@@ -5,6 +5,7 @@ Legend: N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -82,6 +83,9 @@ class TokenGrads(NamedTuple):
     label: Tensor
     mean: Tensor | None = None
     entropy: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenGrads:
+        return TokenGrads(*(None if g is None else function(g) for g in self))  # type: ignore[arg-type]
 
     @classmethod
     def of_loss(cls, grad: Tensor, factor: Tensor, lse: Tensor, spec: LossSpec) -> TokenGrads:
