@@ -221,11 +221,11 @@ class GradSums:
 
     hidden: Tensor | None  # [n, D]
     rows: Tensor | None  # [n], see ``reference.select_rows``
-    weight: Tensor | None  # [rows, D], rows <= V
-    rest: Tensor | None  # [V − rows, D]
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
+    weight: Tensor | None = None  # [rows, D], rows <= V
+    rest: Tensor | None = None  # [V − rows, D]
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         multiplier = (factor * grad).to(lse.dtype) / self.scale
@@ -261,8 +261,6 @@ def token_blocks(
     sums = GradSums(
         torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
         chosen,
-        None,
-        None,
         torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
         min(most, fp16_scale(spec.logit_scale)) if dtype == torch.float16 else 1.0,
@@ -379,7 +377,13 @@ def stored_gradients(
     z, labels, v, (need_hidden, need_weight, need_bias) = stored.logits, stored.labels, x.weight.shape[0], spec.needs
     lse, entropy, grads = reference.select_grads(x.labels, stored.rows, spec, lse, entropy, grads)
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
-        _plain_gradients(z, labels.masked_fill(labels == spec.ignore_index, 0)[:, None], spec, grads)
+        y, grad_lse = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], grads.lse[:, None]
+        for rows in chunks(len(z), 2 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):  # with few kernels
+            p = F.softmax(z[rows], 1, dtype=lse.dtype)
+            at_label = p.gather(1, y[rows]) * grad_lse[rows] + grads.label[rows, None]
+            torch.mul(p, grad_lse[rows], out=z[rows])
+            z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
+            del p  # free it before the next one is allocated
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             f = _processed(z[chunk], spec)
@@ -391,14 +395,3 @@ def stored_gradients(
         torch.mm(z.t(), stored.hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]
-
-
-def _plain_gradients(z: Tensor, y: Tensor, spec: LossSpec, grads: TokenGrads) -> None:
-    """Overwrite the logits ``z`` [n, V] with their gradient, with few kernels. ``y`` [n, 1]: labels, valid ids where ignored."""
-    v, acc_dtype, grad_lse = z.shape[1], grads.lse.dtype, grads.lse[:, None]
-    for rows in chunks(len(z), 2 * acc_dtype.itemsize * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
-        p = F.softmax(z[rows], 1, dtype=acc_dtype)
-        at_label = p.gather(1, y[rows]) * grad_lse[rows] + grads.label[rows, None]
-        torch.mul(p, grad_lse[rows], out=z[rows])
-        z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
-        del p  # free it before the next one is allocated
