@@ -10,13 +10,11 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("bfloat16", "float16", "float32")
-PROGRESS_SECONDS = 15  # between two lines of progress, without a terminal
 
 
 def size(text: str) -> int:
@@ -61,7 +59,6 @@ class Output:
     def __init__(self, json_path: Path | None) -> None:
         self.json_path = json_path
         self.only_json = str(json_path) == "-"
-        self.last_progress = time.monotonic()
 
     def print(self, *lines: str) -> None:
         """Print unless ``--json -`` was given."""
@@ -69,14 +66,9 @@ class Output:
             print(*lines, sep="\n", flush=True)  # pipes are not line-buffered
 
     def progress(self, text: str) -> None:
-        """Show ``text`` in one line of the terminal; an empty text clears it. Without a terminal, print a line now and then."""
-        if self.only_json:
-            return
-        if sys.stderr.isatty():
+        """Show ``text`` in one line of the terminal, if there is one; an empty text clears it."""
+        if not self.only_json and sys.stderr.isatty():
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() - self.last_progress >= PROGRESS_SECONDS:
-            self.last_progress = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
 
     def save(self, report: Any) -> None:
         """Write ``report`` to the JSON file, or to standard output for "-"; add the command line to a dict."""

@@ -1,4 +1,4 @@
-"""Behavior shared by all sub-commands: --json, progress, one-sentence errors and exit codes."""
+"""Behavior shared by all sub-commands: --json, one-sentence errors and exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from command import hf_cce
 
 from hf_cce import CCEConfig, apply_cce, supported_models
-from hf_cce.cli import app, common
+from hf_cce.cli import app
 from hf_cce.cli.common import size
 from hf_cce.diagnostics import demo, gradcheck
 from hf_cce.patches.refused import REFUSED
@@ -26,7 +26,6 @@ QUICK = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the slow parts: the demo's two trainings and the kernels in Triton's interpreter."""
-    monkeypatch.setattr(common, "PROGRESS_SECONDS", 1e9)
     monkeypatch.setattr(gradcheck, "CONFIGS", {"portable": CCEConfig("portable")})
     saved = json.loads((ROOT / "benchmarks/results/demo.json").read_text("utf-8"))
     monkeypatch.setattr(demo, "train_both", lambda *_: saved)
@@ -41,19 +40,6 @@ def test_json_output(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert shown.exit_code == 0 and "new/deep/a.json" in shown.stdout and not shown.stderr, shown
     assert "\x1b" not in shown.stdout  # no color without a terminal
     assert json.loads((tmp_path / "new/deep/a.json").read_text("utf-8"))
-
-
-def test_progress_without_terminal_is_throttled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(common.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(common, "PROGRESS_SECONDS", 15)
-    for path in (None, Path("-")):
-        out = common.Output(path)
-        for line in ("step 1", "step 2", "", "step 3"):
-            out.progress(line)
-        assert capsys.readouterr() == ("", "" if path else "step 2\n")
 
 
 @pytest.mark.parametrize(
