@@ -48,6 +48,7 @@ MATERIALIZED_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
+TOP_K_KEPT_MAX = 300_000_000  # logits of a student with a top-k teacher that PyTorch keeps
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10
@@ -320,10 +321,11 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool, models: int = 1) -> tuple[int, int, bool]:
     """Return the bytes of the logits that a pass in PyTorch keeps if it ``trains``, its other workspace, and whether they fit."""
-    stored = p.dtype.itemsize * p.tokens * p.vocab_size if trains else 0
+    logits = p.tokens * p.vocab_size
+    stored = p.dtype.itemsize * logits if trains else 0
     if auto:
         # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
-        return stored, max(memory_budget, BYTES_PER_LOGIT * models * p.tokens * p.vocab_size // 6), True
+        return stored, max(memory_budget, BYTES_PER_LOGIT * models * logits // 6), True
     return stored, memory_budget - stored, 2 * stored <= memory_budget
 
 
@@ -334,14 +336,15 @@ def dispatch_divergence(
 
     ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
     """
-    budget, few = config.workspace_bytes(p.tokens), p.tokens * p.vocab_size <= FULL_LOGITS_MAX
-    if triton and config.implementation == "auto" and p.device.type == "cuda":
-        triton = not few and not (
-            top_k and p.dtype == torch.float16
-        )  # there is no kernel for gradients of a top-k teacher
-    if triton:
+    budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
+    most = FULL_LOGITS_MAX
+    if top_k:  # the kernels compute only its logsumexp; in float16 the slabs of its gradient are slow
+        most = TOP_K_KEPT_MAX if p.dtype == torch.bfloat16 else logits
+    if triton and (logits > most or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False
-    _, beside, fits = _kept_logits(p, budget, config.memory_budget == "auto", trains, 2 - top_k)
+    _, beside, fits = _kept_logits(p, budget, auto, trains, 2 - top_k)
+    if auto and not top_k:  # what full logits of few tokens take
+        beside = max(beside, min(BYTES_PER_LOGIT * logits, 1 << 30))
     return (beside if fits else budget), False, fits
 
 

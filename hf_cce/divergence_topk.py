@@ -85,20 +85,21 @@ class SupportLogits(torch.autograd.Function):
         if unit is not None:
             grad_z, grad_lse = grad_z / unit, grad_lse / unit
 
-        def gradient(z: Tensor | None, rows: slice, slab: slice) -> Tensor:
-            """Return the gradient of some rows and columns of the logits before scale and softcap; overwrites ``z``."""
-            width = slab.stop - slab.start
-            inside, columns = (ids[rows] >= slab.start) & (ids[rows] < slab.stop), ids[rows] - slab.start
-            if z is None:
-                g = grad_z.new_zeros(len(columns), width)
-            else:
-                derivative = student.logit_derivative(z)
-                g = z.sub_(lse[rows, None]).exp_().mul_(grad_lse[rows, None]).mul_(derivative)
-            return g.scatter_add_(1, columns.clamp_(0, width - 1), torch.where(inside, grad_z[rows], 0))
+        def of_lse(z: Tensor, rows: slice = slice(None)) -> Tensor:
+            """Return the part of the logits' gradient that comes from lse, for some rows and columns."""
+            derivative = student.logit_derivative(z)
+            constant = not isinstance(derivative, Tensor)
+            by = grad_lse[rows] * derivative if constant else grad_lse[rows]
+            g = torch.sub(z, lse[rows, None]).exp_().mul_(by[:, None])
+            return g if constant else g.mul_(derivative)
 
         def slab_grad(slab: slice) -> Tensor:
-            logits = student.columns(slab.start, slab.stop).logits() if normalize else None
-            return gradient(logits, slice(None), slab)
+            width = slab.stop - slab.start
+            inside, columns = (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
+            g = grad_z.new_zeros(len(ids), width)
+            if normalize:
+                g = of_lse(student.columns(slab.start, slab.stop).logits())
+            return g.scatter_add_(1, columns, torch.where(inside, grad_z, 0))
 
         kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):
@@ -106,8 +107,10 @@ class SupportLogits(torch.autograd.Function):
             if spec.keeps_logits and len(hidden) and (kept is not None or not normalize):
                 kept = empty_logits(hidden, v, len(hidden)) if kept is None else kept
                 for rows in row_chunks(kept, 2 + (student.softcap > 0), spec):
-                    logits = student.finish(kept[rows], lse.dtype).to(lse.dtype) if normalize else None
-                    kept[rows] = gradient(logits, rows, slice(0, v))
+                    g = grad_z.new_zeros(len(kept[rows]), 1 if normalize else v)
+                    if normalize:
+                        g = of_lse(student.finish(kept[rows], lse.dtype), rows)
+                    kept[rows] = g.scatter_add_(1, ids[rows], grad_z[rows])
                 ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
                 found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
             else:
@@ -123,7 +126,7 @@ def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Te
     for rows in row_chunks(x, 3, spec):
         z = student.finish(x[rows], acc_dtype)
         log_p = F.log_softmax(z, 1, dtype=acc_dtype)
-        top = z.argmax(1, keepdim=True)  # the logit of an id may be −inf
+        top = ids[rows, :1] if student.bias is None else z.argmax(1, keepdim=True)  # a bias may be −inf
         torch.sub(z.gather(1, top)[:, 0], log_p.gather(1, top)[:, 0], out=lse[rows])
         del z, log_p  # free them before the next ones are allocated
     return found, lse, x

@@ -67,8 +67,8 @@ def why_not_defer(head: nn.Module, wrapper: Any, compiling: bool) -> str | None:
             return "FSDP2 shards a layer inside the head by itself, and frees its weight after its forward; shard the whole head"
         if kind.__name__ == "FullyShardedDataParallel":
             return (
-                "the head, or a layer inside it, is a separate FSDP1 unit, which frees its weight after its forward; keep it in the "
-                "root unit, and if PEFT made the policy, leave lm_head out of target_modules and modules_to_save"
+                "the head, or a layer inside it, is a separate FSDP1 unit, which frees its weight after its forward; keep it in "
+                "the root unit, and if PEFT made the policy, leave lm_head out of target_modules and modules_to_save"
             )
         if _is_4_bit(kind) and not compiling and not sharded:
             continue

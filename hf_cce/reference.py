@@ -257,10 +257,9 @@ def _slab_width(
 
 def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: int) -> Tensor:
     """Return logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
-    z = torch.mm(hidden, dense(x.weight[start:stop]).t())
+    weight = dense(x.weight[start:stop]).t()
+    z = torch.mm(hidden, weight) if x.bias is None else torch.addmm(x.bias[start:stop], hidden, weight)
     z = z.to(accumulation_dtype(z.dtype))
-    if x.bias is not None:
-        z.add_(x.bias[start:stop])
     return apply_scale_and_softcap_(z, spec.logit_scale, spec.softcap)
 
 
