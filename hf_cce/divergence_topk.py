@@ -85,20 +85,14 @@ class SupportLogits(torch.autograd.Function):
         if unit is not None:
             grad_z, grad_lse = grad_z / unit, grad_lse / unit
 
-        def of_lse(z: Tensor, rows: slice = slice(None)) -> Tensor:
-            """Return the part of the logits' gradient that comes from lse, for some rows and columns."""
-            derivative = student.logit_derivative(z)
-            constant = not isinstance(derivative, Tensor)
-            by = grad_lse[rows] * derivative if constant else grad_lse[rows]
-            g = torch.sub(z, lse[rows, None]).exp_().mul_(by[:, None])
-            return g if constant else g.mul_(derivative)
-
         def slab_grad(slab: slice) -> Tensor:
             width = slab.stop - slab.start
             inside, columns = (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
             g = grad_z.new_zeros(len(ids), width)
             if normalize:
-                g = of_lse(student.columns(slab.start, slab.stop).logits())
+                z = student.columns(slab.start, slab.stop).logits()
+                derivative = student.logit_derivative(z)
+                g = z.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None]).mul_(derivative)
             return g.scatter_add_(1, columns, torch.where(inside, grad_z, 0))
 
         kept, ctx.kept = ctx.kept, None
@@ -106,16 +100,31 @@ class SupportLogits(torch.autograd.Function):
             wanted, v = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0]), weight.shape[0]
             if spec.keeps_logits and len(hidden) and (kept is not None or not normalize):
                 kept = empty_logits(hidden, v, len(hidden)) if kept is None else kept
-                for rows in row_chunks(kept, 2 + (student.softcap > 0), spec):
-                    g = grad_z.new_zeros(len(kept[rows]), 1 if normalize else v)
-                    if normalize:
-                        g = of_lse(student.finish(kept[rows], lse.dtype), rows)
-                    kept[rows] = g.scatter_add_(1, ids[rows], grad_z[rows])
+                for rows in row_chunks(kept, 2 + 2 * (student.softcap > 0), spec):
+                    _write_gradient(kept[rows], student, ids[rows], grad_z[rows], grad_lse[rows] if normalize else None)
                 ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
                 found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
             else:
                 found = head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
         return *found, None, None, None, None
+
+
+def _write_gradient(x: Tensor, student: Head, ids: Tensor, grad_z: Tensor, grad_lse: Tensor | None) -> None:
+    """Overwrite the products ``x`` [n, V] with their gradient, given those of z [n, k] and of logsumexp [n]."""
+    if grad_lse is None:
+        x.copy_(grad_z.new_zeros(x.shape).scatter_add_(1, ids, grad_z))
+        return
+    z = student.finish(x, grad_z.dtype)
+    p, derivative = F.softmax(z, 1, dtype=grad_z.dtype), student.logit_derivative(z)
+    by = grad_lse[:, None]
+    if isinstance(derivative, Tensor):
+        p.mul_(derivative)
+    else:
+        by = by * derivative
+    if x.dtype == p.dtype:
+        torch.mul(p, by, out=x).scatter_add_(1, ids, grad_z)
+    else:  # rounded once, after the sum
+        x.copy_(p.mul_(by).scatter_add_(1, ids, grad_z))
 
 
 def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Tensor, Tensor, Tensor]:
