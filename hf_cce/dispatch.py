@@ -48,7 +48,6 @@ MATERIALIZED_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
-TOP_K_KEPT_MAX = 300_000_000  # logits of a student with a top-k teacher that PyTorch keeps
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10
@@ -181,6 +180,8 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         least = spec.memory_budget
         if p.dtype in FULL_PRECISION:  # products of smaller blocks leave a part of the GPU idle
             least = max(2 * least, 1 << 30)
+        elif not any(spec.needs):  # no time is spent on gradients: that to read the head once for each block counts
+            least = max(least, min(BYTES_PER_LOGIT * logits // 3, 1 << 30))
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)
@@ -319,13 +320,13 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
     return (StoredStatistics if keeps_logits and fits else Statistics)(remaining, wanted, False)
 
 
-def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool, models: int = 1) -> tuple[int, int, bool]:
+def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
     """Return the bytes of the logits that a pass in PyTorch keeps if it ``trains``, its other workspace, and whether they fit."""
     logits = p.tokens * p.vocab_size
     stored = p.dtype.itemsize * logits if trains else 0
     if auto:
         # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
-        return stored, max(memory_budget, BYTES_PER_LOGIT * models * logits // 6), True
+        return stored, max(memory_budget, BYTES_PER_LOGIT * logits // 6), True
     return stored, memory_budget - stored, 2 * stored <= memory_budget
 
 
@@ -337,14 +338,14 @@ def dispatch_divergence(
     ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
     """
     budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
-    most = FULL_LOGITS_MAX
-    if top_k:  # the kernels compute only its logsumexp; in float16 the slabs of its gradient are slow
-        most = TOP_K_KEPT_MAX if p.dtype == torch.bfloat16 else logits
+    most = (
+        logits if top_k and auto else FULL_LOGITS_MAX
+    )  # of a top-k divergence, the kernels compute only its logsumexp
     if triton and (logits > most or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False
-    _, beside, fits = _kept_logits(p, budget, auto, trains, 2 - top_k)
-    if auto and not top_k:  # what full logits of few tokens take
-        beside = max(beside, min(BYTES_PER_LOGIT * logits, 1 << 30))
+    _, beside, fits = _kept_logits(p, budget, auto, trains)
+    if auto:  # chunks of two models; for few tokens, as much as full logits take
+        beside = max(2 * beside, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
     return (beside if fits else budget), False, fits
 
 
