@@ -119,7 +119,9 @@ def linear_divergence(
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. Where PyTorch computes the
+            divergence, it keeps the student's logits in the dtype of ``student_hidden`` until the backward pass if they fit half
+            of the budget; ``"auto"`` always has room for them.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no
