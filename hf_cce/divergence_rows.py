@@ -25,16 +25,15 @@ from hf_cce.divergence_passes import (
     fp16_unit,
     log_mixture,
 )
-from hf_cce.fallback import CHUNK_BYTES_CPU, chunks, empty_logits, gradient_scale, logit_products, token_block
+from hf_cce.fallback import CHUNK_BYTES_CPU, chunks, empty_logits, gradient_scale, logit_products, products, token_block
 from hf_cce.spec import accumulation_dtype
 
 
-def products(x: Head, rows: slice = slice(None)) -> Tensor:
+def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
     """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
-    h, weight = x.hidden[rows], x.weight
+    hidden, weight = x.hidden[rows], x.weight
     assert weight is not None
-    out = empty_logits(h, weight.shape[0], len(h))
-    return torch.mm(h, weight.t(), out=out) if x.bias is None else torch.addmm(x.bias, h, weight.t(), out=out)
+    return products(hidden, weight, x.bias, empty_logits(hidden, len(weight), len(hidden)))
 
 
 def row_chunks(z: Tensor, copies: int, spec: DivergenceSpec) -> Iterator[slice]:
@@ -60,18 +59,17 @@ def divergence_of_rows(
     divergence, entropy = (
         torch.empty(n if each else 0, dtype=acc_dtype, device=hidden.device) for each in (True, spec.entropy)
     )
-    kept = (
-        None if factor is None else KeptGradient(products(student), gradient_scale(hidden, student.logit_scale, factor))
-    )
-    infinite = (
-        teacher.weight is None or student.bias is not None or teacher.bias is not None
-    )  # logits of −inf are possible
+    kept = None
+    if factor is not None:
+        kept = KeptGradient(logits_of(student), gradient_scale(hidden, student.logit_scale, factor))
+    # Given logits may be −inf, and a bias.
+    infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
     block = token_block(n, v, dtype, not hidden.is_cuda, spec.memory_budget // 2)
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
-        zs = products(student, rows) if kept is None else kept.logits[rows]
-        zt = products(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
+        zs = logits_of(student, rows) if kept is None else kept.logits[rows]
+        zt = logits_of(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
         for chunk in row_chunks(zs, copies, spec):
             x = student.finish(zs[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)

@@ -26,7 +26,7 @@ from hf_cce.divergence_passes import (
     portable_column_bytes,
     refuse_second_derivative,
 )
-from hf_cce.divergence_rows import products, row_chunks
+from hf_cce.divergence_rows import logits_of, row_chunks
 from hf_cce.fallback import empty_logits, logit_products
 from hf_cce.ops import compute_context
 from hf_cce.reference import apply_scale_and_softcap_
@@ -129,7 +129,7 @@ def _write_gradient(x: Tensor, student: Head, ids: Tensor, grad_z: Tensor, grad_
 
 def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return z of ``ids`` [N, k], logsumexp of z [N], and the products of which z is made [N, V]."""
-    acc_dtype, x = accumulation_dtype(student.hidden.dtype), products(student)
+    acc_dtype, x = accumulation_dtype(student.hidden.dtype), logits_of(student)
     found = student.finish(x.gather(1, ids), acc_dtype).to(acc_dtype)
     lse = torch.empty(len(x), dtype=acc_dtype, device=x.device)
     for rows in row_chunks(x, 3, spec):

@@ -127,10 +127,11 @@ def _is_plain(spec: LossSpec) -> bool:
     return spec.logit_scale == 1.0 and not (spec.softcap or spec.label_smoothing or spec.z_loss)
 
 
-def products(hidden: Tensor, x: Inputs, out: Tensor) -> Tensor:
+def products(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute h Wᵀ + b [n, V] in the inputs' dtype."""
-    weight = x.weight.t()
-    return torch.mm(hidden, weight, out=out) if x.bias is None else torch.addmm(x.bias, hidden, weight, out=out)
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 @dataclass
@@ -204,7 +205,7 @@ def one_block(
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
     (hidden, _, _, labels), rows = reference.select_rows(x, spec)
-    z = products(hidden, x, empty_logits(hidden, x.weight.shape[0], len(hidden)))
+    z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = _logits_to_gradients(z, labels, spec, scale)
@@ -280,7 +281,7 @@ def token_blocks(
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
-        z = products(h, x, slab[: h.shape[0]])
+        z = products(h, x.weight, x.bias, slab[: h.shape[0]])
         losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale)
         if sums.hidden is not None:
             sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
@@ -337,7 +338,7 @@ def logit_stats(
     for start in range(0, n, block):
         h = hidden[start : start + block]
         z = slab[: len(h)]
-        products(h, x, z)
+        products(h, x.weight, x.bias, z)
         if start == 0:
             check_labels()
         for chunk in chunks(len(h), copies * acc_dtype.itemsize * v, _chunk_bytes(slab, spec, CHUNK_BYTES)):
