@@ -60,7 +60,9 @@ def empty_logits(hidden: Tensor, v: int, rows: int) -> Tensor:
     return hidden.new_empty((rows, stride))[:, :v]
 
 
-def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+def _logits_to_gradients(
+    z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float, has_bias: bool
+) -> tuple[Tensor, Tensor]:
     """Overwrite the products ``z`` [n, V] with scale · ∂loss/∂z; return (loss [n], lse [n]), zero where ignored.
 
     The rest of the budget is used for float32 chunks of ``z``, with few kernels each, because launches may take longer than the
@@ -69,7 +71,7 @@ def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tenso
     ignored, plain = labels == spec.ignore_index, _is_plain(spec)
     (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
     y, scale = labels.masked_fill(ignored, 0)[:, None], scale * spec.logit_scale
-    label_log_p, mean = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(2))
+    label_log_p, lse, mean = (torch.empty((n, 1), dtype=acc_dtype, device=z.device) for _ in range(3))
     label_logit = z.gather(1, y).to(acc_dtype) if plain else torch.empty_like(mean)
     unscaled = plain and not isinstance(scale, Tensor) and scale == 1.0
     # log_softmax copies rows that it has to convert or that are padded; on a GPU, it converts float16 without a copy.
@@ -82,6 +84,10 @@ def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tenso
         if not plain:
             torch.gather(f, 1, y[rows], out=label_logit[rows])
         torch.gather(log_p, 1, y[rows], out=label_log_p[rows])
+        torch.sub(label_logit[rows], label_log_p[rows], out=lse[rows])
+        if has_bias:  # a bias of −inf may mask the label, or id 0 of an ignored one: −inf − (−inf) would be NaN
+            at = f.argmax(1, keepdim=True)
+            torch.sub(f.gather(1, at), log_p.gather(1, at), out=lse[rows])
         if smoothing:
             torch.mean(f, 1, keepdim=True, out=mean[rows])
         if unscaled and any(spec.needs):
@@ -89,7 +95,7 @@ def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tenso
         elif any(spec.needs):
             g = log_p.exp_()
             if spec.z_loss:
-                g.mul_(1 + 2 * spec.z_loss * (label_logit[rows] - label_log_p[rows]))
+                g.mul_(1 + 2 * spec.z_loss * lse[rows])
             if smoothing:
                 g.sub_(smoothing / v)
             if spec.softcap:  # times the derivative 1 − (f / softcap)²
@@ -97,7 +103,7 @@ def _logits_to_gradients(z: Tensor, labels: Tensor, spec: LossSpec, scale: Tenso
             torch.mul(g, scale, out=z[rows])
             del g
         del f, log_p  # free them before the next ones are allocated
-    loss, lse = -label_log_p, label_logit - label_log_p
+    loss = -label_log_p
     at_label = label_log_p.expm1()
     if smoothing:
         loss += smoothing * (label_logit - mean)
@@ -208,7 +214,7 @@ def one_block(
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
-    loss, lse = _logits_to_gradients(z, labels, spec, scale)
+    loss, lse = _logits_to_gradients(z, labels, spec, scale, x.bias is not None)
     return loss.sum() * factor, put_rows(lse, rows, len(x.labels)), factor, LogitGrads(z, hidden, rows, scale)
 
 
@@ -282,7 +288,7 @@ def token_blocks(
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
         z = products(h, x.weight, x.bias, slab[: h.shape[0]])
-        losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale)
+        losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale, x.bias is not None)
         if sums.hidden is not None:
             sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:

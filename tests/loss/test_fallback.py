@@ -65,6 +65,22 @@ def test_loss_and_gradients(
     assert calls == [loop] * 9
 
 
+@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
+def test_z_loss_with_a_bias_of_minus_infinity_at_id_0(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The label of ignored rows counts as 0."""
+    force_loop(monkeypatch, loop, True)
+    (hidden, weight, bias), labels = make_inputs(40, 16, 31, torch.float32, bias=True)
+    labels, found = labels.clamp(min=1).where(labels >= 0, labels), []
+    bias[0] = -torch.inf
+    for dtype, removed in ((torch.float64, True), (torch.float32, True), (torch.float32, False)):
+        x = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight, bias)]
+        rows = labels != -100 if removed else slice(None)
+        loss = linear_cross_entropy(x[0][rows], x[1], labels[rows], bias=x[2], z_loss=1e-2)
+        found.append([loss, *torch.autograd.grad(loss, x)])
+    for name, exact, baseline, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=True):
+        assert_accurate(actual, baseline, exact, name)
+
+
 @pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 @pytest.mark.parametrize("frozen", [True, False])
