@@ -258,9 +258,9 @@ def _slab_width(
 def _slab_logits(hidden: Tensor, x: Inputs, spec: LossSpec, start: int, stop: int) -> Tensor:
     """Return logits [N, stop − start] in the accumulation dtype, with as few temporaries as possible."""
     weight = dense(x.weight[start:stop]).t()
+    # The sum is rounded once, as in ``hf_cce.fallback``: the logsumexp may be from there.
     z = torch.mm(hidden, weight) if x.bias is None else torch.addmm(x.bias[start:stop], hidden, weight)
-    z = z.to(accumulation_dtype(z.dtype))
-    return apply_scale_and_softcap_(z, spec.logit_scale, spec.softcap)
+    return apply_scale_and_softcap_(z.to(accumulation_dtype(z.dtype)), spec.logit_scale, spec.softcap)
 
 
 def apply_scale_and_softcap_(z: Tensor, logit_scale: float, softcap: float) -> Tensor:

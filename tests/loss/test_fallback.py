@@ -81,6 +81,20 @@ def test_z_loss_with_a_bias_of_minus_infinity_at_id_0(loop: str, monkeypatch: py
         assert_accurate(actual, baseline, exact, name)
 
 
+def test_recomputed_logits_are_rounded_as_before() -> None:
+    """With others, exp(logits − logsumexp) would not sum to 1 in a second backward pass, which large logits show."""
+    inputs, labels = make_inputs(200, 64, 512, torch.bfloat16, bias=True)
+    inputs[1].mul_(4)
+    inputs[2].mul_(8)
+
+    def with_a_backward_pass_before(*arguments: Any) -> Tensor:
+        loss = fused_loss(CCEConfig())(*arguments)
+        torch.autograd.grad(loss, arguments[:3], retain_graph=True)
+        return loss
+
+    check_against_plain(with_a_backward_pass_before, inputs, labels, Options(bias=True), torch.bfloat16, "second pass")
+
+
 @pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
 @pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 @pytest.mark.parametrize("frozen", [True, False])
