@@ -37,7 +37,7 @@ def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor
     """Return the divergence [N] of normalized log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        possible = log_p > -math.inf  # where p = 0, 0 · ∞ would be NaN
+        possible = log_p != -math.inf  # where p = 0, 0 · ∞ would be NaN
         return torch.where(possible, log_p.exp() * (torch.where(possible, log_p, 0) - log_q), 0).sum(1)
 
     if beta == 0.0:

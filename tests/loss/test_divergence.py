@@ -134,6 +134,17 @@ def test_masked_tokens_are_not_read() -> None:
         assert all(map(torch.equal, outcome(x, case), expected))
 
 
+@pytest.mark.parametrize("part", ["student", "teacher"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_nan_gives_a_nan_loss(case: Case, form: str, part: str) -> None:
+    case = replace(case, form=form, reduction="none")
+    x = make_inputs(case, torch.float32)
+    (x.hidden if part == "student" else x.teacher_hidden)[1, 2, 3] = torch.nan
+    found = fused_divergence(x, x.student(torch.float32), case).isnan()
+    assert found[1, 2] and found.sum() == 1
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_all_tokens_masked(form: str) -> None:
     for case in (Case(form=form, masked=True), Case("jsd", form=form, masked=True)):
