@@ -319,8 +319,7 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
     ids, log_pt = teacher.ids, teacher.log_probs.to(accumulation_dtype(student.hidden.dtype))
     if mask is not None:  # NaN in an excluded token must not propagate
         student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
-        ids = torch.where(mask[:, None], ids, 0)
-        log_pt = torch.where(mask[:, None], log_pt, -math.log(2 * ids.shape[1]))
+        log_pt = torch.where(mask[:, None], log_pt, -math.inf)  # padding, which is replaced below
     padding = log_pt == -math.inf
     ids = torch.where(padding, 0, ids)
     # Both models get a probability of exactly 0 there. Minus infinity itself would give NaN gradients.

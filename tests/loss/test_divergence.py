@@ -196,6 +196,19 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
         assert not zero.any()
 
 
+@pytest.mark.parametrize("tail", ["lump", "renormalize"])
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_masked_tokens_of_a_student_that_never_predicts_id_0(case: Case, tail: str) -> None:
+    case = replace(case, form=tail, masked=True, bias=True)
+    x = make_inputs(case, torch.float32)
+    leaves = x.student(torch.float32)
+    with torch.no_grad():
+        leaves[2][0] = -torch.inf
+    teacher = TeacherTopK(torch.arange(1, 6).expand(2, 20, 5), torch.full((2, 20, 5), -3.0), tail)  # type: ignore[arg-type]
+    loss = linear_divergence(*leaves[:2], teacher, student_bias=leaves[2], kind=case.kind, mask=x.mask)  # type: ignore[arg-type]
+    assert all(each.isfinite().all() for each in (loss, *gradients(loss, leaves, x)))
+
+
 def test_gradient_of_one_input_alone() -> None:
     case = Case(bias=True)
     x = make_inputs(case, torch.float32)
