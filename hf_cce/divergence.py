@@ -166,7 +166,7 @@ class Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
-        spec: DivergenceSpec, factor: Tensor | float,
+        spec: DivergenceSpec, factor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         v, n = weight.shape[0], hidden.shape[0]
         v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
@@ -178,8 +178,7 @@ class Divergence(torch.autograd.Function):
         rows: tuple[Tensor, ...] = ()
         with compute_context(hidden):
             if spec.keeps_logits:
-                expected = factor if any(ctx.needs_input_grad[:3]) else None
-                divergence, entropy, ctx.kept = divergence_of_rows(s, t, tokens, spec, expected)
+                divergence, entropy, ctx.kept = divergence_of_rows(s, t, tokens, spec, factor)
             else:
                 lse, teacher_lse, divergence, offset, entropy = row_stats(s, t, tokens, spec)
                 rows = (lse, teacher_lse, offset)
@@ -187,7 +186,7 @@ class Divergence(torch.autograd.Function):
         ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
         given = (None, None, None) if ctx.teacher else teacher[:3]
         ctx.save_for_backward(hidden, weight, bias, *given, *tokens, *rows)
-        ctx.rest = student[3:], teacher[3:], v, spec
+        ctx.rest = student[3:], teacher[3:], v, spec, factor
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(entropy, n) if spec.entropy else entropy
         ctx.mark_non_differentiable(entropy)
@@ -199,7 +198,7 @@ class Divergence(torch.autograd.Function):
             return (None,) * 8
         refuse_second_derivative()
         saved = ctx.saved_tensors
-        student_form, teacher_form, v, spec = ctx.rest
+        student_form, teacher_form, v, spec, factor = ctx.rest
         student, teacher, tokens = (
             Head(*saved[:3], *student_form),
             ctx.teacher or Head(*saved[3:6], *teacher_form),
@@ -211,14 +210,13 @@ class Divergence(torch.autograd.Function):
         wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
         kept, ctx.kept = ctx.kept, None
         with compute_context(student.hidden):
-            if kept is not None:
+            if spec.keeps_logits:
+                if kept is None:  # a second backward pass
+                    kept = divergence_of_rows(s, t, tokens, spec, factor)[2]
+                assert kept is not None
                 grads = gradients_of_rows(kept, s, grad, wanted)
             else:
-                rows = saved[8:]
-                if not rows:  # a second backward pass: the kept logits have been consumed
-                    found = row_stats(s, t, tokens, spec)
-                    rows = (found.lse, found.teacher_lse, found.offset)
-                grads = gradients(s, t, tokens, rows, grad, spec, wanted)
+                grads = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
@@ -262,9 +260,9 @@ def _divergences(
     top_k = isinstance(teacher, TeacherTopK)
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, triton, top_k, trains))
     if isinstance(teacher, TeacherTopK):
-        return _top_k_divergence(student, teacher, mask, spec), None
+        return _top_k_divergence(student, teacher, mask, spec, trains), None
     tokens = Tokens.of(mask, len(hidden), hidden.device)
-    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, factor)
+    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, factor if trains else None)
     return found, entropies if entropy else None
 
 
@@ -312,7 +310,9 @@ def _prepare_teacher(
     return found
 
 
-def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec) -> Tensor:
+def _top_k_divergence(
+    student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec, trains: bool
+) -> Tensor:
     """Return the divergence of each token [N] from a top-k teacher."""
     assert student.weight is not None
     v = student.weight.shape[0]
@@ -333,7 +333,7 @@ def _top_k_divergence(student: Head, teacher: TeacherTopK, mask: Tensor | None, 
             f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
         )
     lump = teacher.tail == "lump"
-    z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec)
+    z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec, trains)
     log_ps = torch.where(padding, lowest, z - lse[:, None] if lump else z)
     log_ps, log_pt = (with_tail(x) if lump else x.log_softmax(1) for x in (log_ps, log_pt))
     losses = divergence_on_support(log_ps, log_pt, spec.beta)

@@ -27,7 +27,7 @@ from hf_cce.divergence_passes import (
     refuse_second_derivative,
 )
 from hf_cce.divergence_rows import logits_of, row_chunks
-from hf_cce.fallback import empty_logits, logit_products
+from hf_cce.fallback import empty_logits, logit_products, token_block
 from hf_cce.ops import compute_context
 from hf_cce.reference import apply_scale_and_softcap_
 from hf_cce.spec import accumulation_dtype
@@ -60,14 +60,13 @@ class SupportLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalize: bool,
-        spec: DivergenceSpec,
+        spec: DivergenceSpec, trains: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         ctx.kept = None
         with compute_context(hidden):
             if spec.keeps_logits and normalize and len(hidden):
-                z, lse, kept = _of_all_logits(ids, student, spec)
-                ctx.kept = kept if any(ctx.needs_input_grad[:3]) else None
+                z, lse, ctx.kept = _of_all_logits(ids, student, spec, trains)
             else:
                 z = _logits_of(ids, student, spec)
                 lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
@@ -98,15 +97,16 @@ class SupportLogits(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):
             wanted, v = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0]), weight.shape[0]
-            if spec.keeps_logits and len(hidden) and (kept is not None or not normalize):
-                kept = empty_logits(hidden, v, len(hidden)) if kept is None else kept
+            if spec.keeps_logits and len(hidden):
+                if kept is None:  # no logsumexp is needed, or a second backward pass
+                    kept = logits_of(student) if normalize else empty_logits(hidden, v, len(hidden))
                 for rows in row_chunks(kept, 2 + 2 * (student.softcap > 0), spec):
                     _write_gradient(kept[rows], student, ids[rows], grad_z[rows], grad_lse[rows] if normalize else None)
                 ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
                 found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
             else:
                 found = head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 def _write_gradient(x: Tensor, student: Head, ids: Tensor, grad_z: Tensor, grad_lse: Tensor | None) -> None:
@@ -127,18 +127,28 @@ def _write_gradient(x: Tensor, student: Head, ids: Tensor, grad_z: Tensor, grad_
         x.copy_(p.mul_(by).scatter_add_(1, ids, grad_z))
 
 
-def _of_all_logits(ids: Tensor, student: Head, spec: DivergenceSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z of ``ids`` [N, k], logsumexp of z [N], and the products of which z is made [N, V]."""
-    acc_dtype, x = accumulation_dtype(student.hidden.dtype), logits_of(student)
-    found = student.finish(x.gather(1, ids), acc_dtype).to(acc_dtype)
-    lse = torch.empty(len(x), dtype=acc_dtype, device=x.device)
-    for rows in row_chunks(x, 3, spec):
-        z = student.finish(x[rows], acc_dtype)
-        log_p = F.log_softmax(z, 1, dtype=acc_dtype)
-        top = ids[rows, :1] if student.bias is None else z.argmax(1, keepdim=True)  # a bias may be −inf
-        torch.sub(z.gather(1, top)[:, 0], log_p.gather(1, top)[:, 0], out=lse[rows])
-        del z, log_p  # free them before the next ones are allocated
-    return found, lse, x
+def _of_all_logits(
+    ids: Tensor, student: Head, spec: DivergenceSpec, trains: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return z of ``ids`` [N, k], logsumexp of z [N] and, for a backward pass, the products of which z is made [N, V]."""
+    hidden, weight, acc_dtype = student.hidden, student.weight, accumulation_dtype(student.hidden.dtype)
+    assert weight is not None
+    found, lse = (torch.empty(shape, dtype=acc_dtype, device=ids.device) for shape in (ids.shape, len(ids)))
+    block, x = len(ids), None
+    if not trains:
+        block = token_block(block, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    for start in range(0, len(ids), block):
+        of_block = slice(start, start + block)
+        del x  # free them before the next ones are allocated
+        x = logits_of(student, of_block)
+        found[of_block] = student.finish(x.gather(1, ids[of_block]), acc_dtype)
+        for rows in row_chunks(x, 3, spec):
+            z = student.finish(x[rows], acc_dtype)
+            log_p = F.log_softmax(z, 1, dtype=acc_dtype)
+            top = ids[of_block][rows, :1] if student.bias is None else z.argmax(1, keepdim=True)  # a bias may be −inf
+            torch.sub(z.gather(1, top)[:, 0], log_p.gather(1, top)[:, 0], out=lse[of_block][rows])
+            del z, log_p
+    return found, lse, x if trains else None
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:

@@ -220,6 +220,16 @@ def test_gradient_of_one_input_alone() -> None:
         assert torch.equal(found, expected[index])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> None:
+    x = make_inputs(replace(case, form=form, **EVERYTHING), torch.bfloat16)
+    leaves = x.student(torch.bfloat16)
+    loss = fused_divergence(x, leaves, replace(case, form=form, **EVERYTHING))
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 def test_num_items_in_batch() -> None:
     case = Case(masked=True, reduction="sum")
     x = make_inputs(case, torch.float32)
@@ -290,9 +300,10 @@ def test_a_second_derivative_is_refused() -> None:
             torch.autograd.grad(fused_divergence(x, leaves, case), leaves[:1], create_graph=True)
 
 
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("form", ["head", "lump"])
 @pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
-def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
+def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> None:
     """Peak memory stays within the budget and never holds the logits."""
     x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
     config = CCEConfig(memory_budget=4 * MIB)
@@ -301,10 +312,11 @@ def test_memory_stays_within_the_budget(case: Case, form: str) -> None:
     teacher: Any = TeacherHead(x.teacher_hidden, x.teacher_weight)
     if form == "lump":
         teacher = TeacherTopK(torch.arange(8).expand(2, 128, 8), torch.full((2, 128, 8), -3.0))
-    with PeakMemory(known) as memory:
+    with PeakMemory(known) as memory, torch.set_grad_enabled(trains):
         loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, config=config)  # type: ignore[arg-type]
-        torch.autograd.grad(loss, leaves)
-    gradients_bytes = sum(4 * leaf.numel() for leaf in leaves)
+        if trains:
+            torch.autograd.grad(loss, leaves)
+    gradients_bytes = sum(4 * leaf.numel() for leaf in leaves) if trains else 0
     logits = 4 * 256 * 20_000
     assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3
 
