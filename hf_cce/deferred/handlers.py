@@ -403,22 +403,34 @@ def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native
 
 
 def _compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
-    """Call ``linear_log_probs``. Its logsumexp is cached until the backward pass, as label smoothing asks for it twice."""
+    """Call ``linear_log_probs``. Its result is cached until the backward pass, for statistics of the same logits.
+
+    Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
+    both in one pass from its second step on.
+    """
     arguments, key, cached = r.loss_arguments(), (*r.operands, *r.meaning.logit_ops), r.call.last_pass
-    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and not torch.compiler.is_compiling()
+    owner, eager = r.call.owner, not torch.compiler.is_compiling()
+    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and eager
     mean = None
     if wanted.get("mean_logit") and simple:
         mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
         if not any(wanted.values()):
             return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
     same = cached is not None and len(cached[0]) == len(key) and all(map(operator.is_, cached[0], key))
-    if same and ids is None and wanted.get("logsumexp") and not (wanted.get("mean_logit") or wanted.get("entropy")):
-        found = cached[1]
-    else:
+    found = cached[1] if same and ids is None else None
+    asked = [] if found is None else [getattr(found, name) for name, is_wanted in wanted.items() if is_wanted]
+    if any(x is None or x._version for x in asked):  # not computed, or modified by the caller
+        found = None
+    if owner is not None and eager and ids is None and wanted.get("entropy"):
+        owner.expects_entropy = same
+    if found is None:
+        if owner is not None and eager and ids is not None and torch.is_grad_enabled():
+            wanted["entropy"] = wanted.get("entropy") or owner.expects_entropy
+            owner.expects_entropy = False  # until it is asked for again
         labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
         labels = labels.to(r.hidden_states.device)
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
-        if wanted.get("logsumexp") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and eager:
             r.call.last_pass = key, found
     return found if mean is None else found._replace(mean_logit=mean)
 

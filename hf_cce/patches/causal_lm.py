@@ -69,6 +69,7 @@ class Patch:
     outermost: Any = None  # weak reference to the wrapper that ``apply_cce`` was given
     forward: Any = None  # the head's forward during a call; cached, as Dynamo makes a new graph for a new object
     warned: bool = False
+    expects_entropy: bool = False  # after log-probabilities, the training loop asked for the entropy of the same logits
 
     def __post_init__(self) -> None:
         self.filter_state.counters = self.stats

@@ -47,6 +47,36 @@ from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
 
 
+def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[bool] = []
+    compute = handlers.linear_log_probs
+
+    def counted(**arguments: Any) -> Any:
+        passes.append(bool(arguments.get("entropy")))
+        return compute(**arguments)
+
+    monkeypatch.setattr(handlers, "linear_log_probs", counted)
+    model = tiny_llama()
+    exact, plain, patched = copy.deepcopy(model).double(), copy.deepcopy(model), apply_cce(model)
+    ids = torch.randint(model.config.vocab_size, (2, 9))
+
+    def loss_and_gradients(model: Any, with_entropy: bool) -> list[torch.Tensor]:
+        log_p = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        loss = log_p.gather(-1, ids[:, 1:, None]).mean()
+        if with_entropy:
+            loss = loss + 0.1 * (log_p.exp() * log_p).sum(-1).mean()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    found = []
+    for with_entropy in (True, True, False, False, True):
+        passes.clear()
+        results = [loss_and_gradients(each, with_entropy) for each in (patched, plain, exact)]
+        for actual, baseline, best in zip(*results, strict=True):
+            assert_accurate(actual, baseline, best, f"entropy {with_entropy}")
+        found.append(passes.copy())
+    assert found == [[False, True], [True], [True], [False], [False, True]]
+
+
 def test_returns_model_with_same_class_and_signature() -> None:
     model = tiny_llama()
     signature, forward = inspect.signature(model.forward), model.forward
