@@ -61,7 +61,10 @@ def divergence_of_rows(
     )
     kept = None
     if factor is not None:
-        kept = KeptGradient(logits_of(student), gradient_scale(hidden, student.logit_scale, factor))
+        scale = gradient_scale(hidden, student.logit_scale, factor)
+        if dtype == torch.float16 and spec.beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
+            scale = scale / 64
+        kept = KeptGradient(logits_of(student), scale)
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)

@@ -85,8 +85,11 @@ HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 
 @implements("contiguous")
 def _contiguous(x: Any) -> Any:
-    """Return a view, whether or not torch would copy: after a write to either, reading the other raises."""
-    return x._derive(lambda z: z.view_as(z), lambda r: r)
+    """Return ``x`` itself or, where torch would copy, a view: after a write to either, reading the other raises."""
+    r = x.recipe
+    whole = not r.leaves or r.weight is r.leaves[1]  # not a part of the vocabulary
+    is_contiguous = whole and not r.class_first and r.hidden_states.is_contiguous()
+    return x if is_contiguous else x._derive(lambda z: z.view_as(z), lambda r: r)
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:

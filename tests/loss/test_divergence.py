@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from divergences import (
     EVERYTHING,
     KINDS,
@@ -152,6 +153,24 @@ def test_all_tokens_masked(form: str) -> None:
         assert x.mask is not None
         x.mask[:] = False
         assert not any(each.any() for each in outcome(x, case))
+
+
+def test_reverse_kl_in_float16_from_a_teacher_that_rules_tokens_out() -> None:
+    """Gaps of hundreds between log-probabilities must not overflow."""
+    x = make_inputs(Case("reverse_kl", form="logits"), torch.float16)
+    logits = teacher_logits(x).masked_fill(torch.arange(131) % 3 == 0, -600.0)
+    found = []
+    for dtype, fused in ((torch.float64, False), (torch.float16, False), (torch.float16, True)):
+        leaves = x.student(dtype)
+        log_ps, log_pt = (
+            y.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1) for y in (F.linear(*leaves), logits)
+        )
+        loss = (log_ps.exp() * (log_ps - log_pt)).sum(-1).mean()
+        if fused:
+            loss = linear_divergence(*leaves, logits, kind="reverse_kl")
+        found.append([loss, *gradients(64 * loss, leaves, x)])
+    for exact, baseline, actual in zip(*found, strict=True):
+        assert_accurate(actual, baseline, exact, "reverse KL", torch.float16)
 
 
 def test_teacher_logits_of_minus_infinity() -> None:

@@ -613,6 +613,13 @@ def test_autocast_state_of_head_call_counts() -> None:
         assert_accurate(flat_loss(outside), flat_loss(expected_outside), exact, "loss in autocast, head outside")
 
 
+def test_contiguous_is_the_tensor_itself_where_torch_returns_it() -> None:
+    """So a hook on it fires for a loss of the other."""
+    hidden_states, weight, _ = make_inputs()
+    logits = F.linear(head_input(hidden_states, TrainingCall()), weight)
+    assert logits.contiguous() is logits and logits[:, 1:].contiguous() is not logits
+
+
 def test_class_weights_under_autocast() -> None:
     """Autocast casts logits in bfloat16 to float32, the usual dtype of class weights."""
 
