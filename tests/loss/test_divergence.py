@@ -72,8 +72,8 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_kinds(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
-    check(replace(case, form=form), dtype, config, device)
-    check(replace(case, form=form, **EVERYTHING), dtype, config, device)
+    for options in ({}, {"temperature": 1.7}, EVERYTHING):
+        check(replace(case, form=form, **options), dtype, config, device)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
