@@ -180,7 +180,9 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         least = spec.memory_budget
         if p.dtype in FULL_PRECISION:  # products of smaller blocks leave a part of the GPU idle
             least = max(2 * least, 1 << 30)
-        elif not any(spec.needs):  # no time is spent on gradients: that to read the head once for each block counts
+        elif not any(
+            spec.needs
+        ):  # without gradients, reading the head again for each block takes a large part of the time
             least = max(least, min(BYTES_PER_LOGIT * logits // 3, 1 << 30))
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
@@ -341,9 +343,9 @@ def dispatch_divergence(
     most = (
         logits if top_k and auto else FULL_LOGITS_MAX
     )  # of a top-k divergence, the kernels compute only its logsumexp
-    if triton and (logits > most or config.implementation == "triton" or p.device.type != "cuda"):
-        return budget, True, False
     _, beside, fits = _kept_logits(p, budget, auto, trains)
+    if triton and (logits > most or not fits or config.implementation == "triton" or p.device.type != "cuda"):
+        return budget, True, False
     if auto:  # chunks of two models; for few tokens, as much as full logits take
         beside = max(2 * beside, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
     return (beside if fits else budget), False, fits

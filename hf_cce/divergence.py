@@ -144,7 +144,7 @@ def linear_divergence(
     if not temperature > 0.0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
-    mixed = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
+    beta_of_kind = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
 
     config = checks.check_config(config)
     head, flat = _prepare_student(student, float(temperature), mask)
@@ -156,7 +156,7 @@ def linear_divergence(
         valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
         factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
     given = _prepare_teacher(teacher, student_hidden, float(temperature))
-    losses, _ = _divergences(head, given, flat, mixed, config, factor=factor)
+    losses, _ = _divergences(head, given, flat, beta_of_kind, config, factor=factor)
     return losses.view(student_hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
 
 

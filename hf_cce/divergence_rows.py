@@ -25,7 +25,16 @@ from hf_cce.divergence_passes import (
     fp16_unit,
     log_mixture,
 )
-from hf_cce.fallback import CHUNK_BYTES_CPU, chunks, empty_logits, gradient_scale, logit_products, products, token_block
+from hf_cce.fallback import (
+    CHUNK_BYTES_CPU,
+    chunks,
+    empty_logits,
+    gradient_scale,
+    logit_products,
+    products,
+    tokens_per_block,
+)
+from hf_cce.reference import FP16_SCALE
 from hf_cce.spec import accumulation_dtype
 
 
@@ -68,7 +77,8 @@ def divergence_of_rows(
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
-    block = token_block(n, v, dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    # Half of the budget is for chunks, the rest for blocks of products of the teacher, and of the student if they are not kept.
+    block = tokens_per_block(n, v, dtype, not hidden.is_cuda, spec.memory_budget // (2 if kept else 4))
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
         zs = logits_of(student, rows) if kept is None else kept.logits[rows]
@@ -144,8 +154,11 @@ def _divergence_and_gradient(
 def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
     """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
     assert student.weight is not None
-    by = fp16_unit(student.hidden.dtype, grad)
-    by_row = (grad if by is None else grad / by) / kept.scale
+    by_row = grad / kept.scale
+    by = fp16_unit(student.hidden.dtype, by_row)
+    if by is not None:
+        by = by * FP16_SCALE  # so that no weight of a row exceeds 1
+        by_row = by_row / by
     found = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, by_row, by)
     return with_rows(found, wanted.rows)
 

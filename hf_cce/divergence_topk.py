@@ -27,7 +27,7 @@ from hf_cce.divergence_passes import (
     refuse_second_derivative,
 )
 from hf_cce.divergence_rows import logits_of, row_chunks
-from hf_cce.fallback import empty_logits, logit_products, token_block
+from hf_cce.fallback import empty_logits, logit_products, tokens_per_block
 from hf_cce.ops import compute_context
 from hf_cce.reference import apply_scale_and_softcap_
 from hf_cce.spec import accumulation_dtype
@@ -136,7 +136,7 @@ def _of_all_logits(
     found, lse = (torch.empty(shape, dtype=acc_dtype, device=ids.device) for shape in (ids.shape, len(ids)))
     block, x = len(ids), None
     if not trains:
-        block = token_block(block, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+        block = tokens_per_block(block, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     for start in range(0, len(ids), block):
         of_block = slice(start, start + block)
         del x  # free them before the next ones are allocated

@@ -193,10 +193,10 @@ def logit_products(
 
 
 def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
-    """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; ``logit_products`` undoes it.
+    """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
-    Where products are rounded to 16 bits, it contains the mantissa of ``factor``, by which the loss is multiplied. What remains
-    of the factor is usually a power of two, which adds no rounding.
+    Where products are rounded to 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by
+    the remaining power of two adds no rounding.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
     if hidden.dtype in FULL_PRECISION or matmul_supports_fp32_out(hidden):
@@ -282,7 +282,7 @@ def token_blocks(
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
     valid, factor = labels != spec.ignore_index, make_factor()
-    block = token_block(n, v, dtype, on_cpu, room)
+    block = tokens_per_block(n, v, dtype, on_cpu, room)
     slab = empty_logits(hidden, v, min(block, n))
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
@@ -301,8 +301,8 @@ def token_blocks(
     return losses.sum() * factor, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 
-def token_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
-    """Return the tokens per block of ``token_blocks``: blocks of about equal size, on a GPU if possible multiples of 128."""
+def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
+    """Return the tokens per block of logits: blocks of about equal size, on a GPU if possible multiples of 128."""
     room = scratch_bytes(n, v, dtype.itemsize, memory_budget) if on_cpu else memory_budget
     room -= min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room // 2)
     least = min(memory_budget // 2, MIN_BLOCK_TOKENS * v * dtype.itemsize)
@@ -335,7 +335,7 @@ def logit_stats(
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     stores = any(spec.needs)
-    block = max(1, n) if stores else token_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    block = max(1, n) if stores else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     slab, y = empty_logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)

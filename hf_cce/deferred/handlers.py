@@ -134,7 +134,7 @@ def _class_first(x: Any, *dims: Any) -> Any:
 
 @implements("__getitem__")
 def _index(x: Any, key: Any) -> Any:
-    if isinstance(key, tuple) and len(key) == x.ndim and all(map(_is_ids, key)) and x.shared_storage.values is None:
+    if isinstance(key, tuple) and len(key) == x.ndim > 1 and all(map(_is_ids, key)) and x.shared_storage.values is None:
         *rows, ids = (torch.as_tensor(each, device=x.device) for each in key)
         rows = torch.broadcast_tensors(*rows)
         if rows[0].shape != ids.shape:  # several ids of a token, which would be computed once for each
@@ -302,9 +302,9 @@ def _loss(
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    ``F.nll_loss`` of their log_softmax is the same. Probabilities as targets, class weights with label smoothing, and logits
-    without a closed form need full logits. If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is
-    NaN.
+    ``F.nll_loss`` of the log_softmax of logits [N, V] is the same. Probabilities as targets, class weights with label smoothing,
+    and logits without a closed form need full logits. If every label is ignored, the fused mean is zero, or NaN in evaluation;
+    torch's is NaN.
     """
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
     found = _meaning_of(x, "z" if name == "cross_entropy" else "log p")
@@ -381,6 +381,8 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
     found = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, **wanted)
+    if row_mask is not None:  # zero there also for those who ask for all
+        x.recipe.call.last_pass = None
     return LogProbs(*found)
 
 
@@ -421,8 +423,7 @@ def _compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs
             return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
     same = cached is not None and len(cached[0]) == len(key) and all(map(operator.is_, cached[0], key))
     found = cached[1] if same and ids is None else None
-    asked = [] if found is None else [getattr(found, name) for name, is_wanted in wanted.items() if is_wanted]
-    if any(x is None or x._version for x in asked):  # not computed, or modified by the caller
+    if found is not None and any(is_wanted and getattr(found, name) is None for name, is_wanted in wanted.items()):
         found = None
     if owner is not None and eager and ids is None and wanted.get("entropy"):
         owner.expects_entropy = same

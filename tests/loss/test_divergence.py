@@ -60,7 +60,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         for name in ("_logits_parts", "_mixture_sums", "_slab_gradient"):
             monkeypatch.setattr(divergence_passes, name, None)
     if implementation == "rows":  # several blocks of tokens, and several chunks in each
-        monkeypatch.setattr(divergence_rows, "token_block", lambda *_: 16)
+        monkeypatch.setattr(divergence_rows, "tokens_per_block", lambda *_: 16)
         chunks = divergence_rows.chunks
         monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
     if implementation == "slabs":

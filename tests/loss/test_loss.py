@@ -334,7 +334,7 @@ def test_log_probs_and_statistics(
     config = CCEConfig("triton" if way == "triton" else "portable", 1 << 20 if way == "slabs" else "auto")
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: way == "full" and p.dtype == dtype)
     monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)
-    monkeypatch.setattr(fallback, "token_block", lambda *_: 32)
+    monkeypatch.setattr(fallback, "tokens_per_block", lambda *_: 32)
     stored: list[Any] = []
     monkeypatch.setattr(
         fallback, "logit_stats", lambda *args, real=fallback.logit_stats: stored.append(1) or real(*args)

@@ -77,6 +77,19 @@ def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(m
     assert found == [[False, True], [True], [True], [False], [False, True]]
 
 
+def test_statistics_of_some_tokens_do_not_stand_for_those_of_all() -> None:
+    model = apply_cce(tiny_llama())
+    ids = torch.randint(model.config.vocab_size, (2, 9))
+    logits = model(input_ids=ids).logits
+    some = handlers.log_probs(logits, ids, ids > 20, entropy=True, logsumexp=True).entropy
+    log_p = logits.log_softmax(-1)
+    entropies, lse = -(log_p.exp() * log_p).sum(-1), logits.logsumexp(-1)
+    z = logits.materialize().detach().double()
+    exact = torch.distributions.Categorical(logits=z).entropy()
+    for actual, best in ((entropies, exact), (lse, z.logsumexp(-1)), (some, exact * (ids > 20))):
+        assert_accurate(actual, best.float(), best, "masked first")
+
+
 def test_returns_model_with_same_class_and_signature() -> None:
     model = tiny_llama()
     signature, forward = inspect.signature(model.forward), model.forward
