@@ -180,9 +180,8 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         least = spec.memory_budget
         if p.dtype in FULL_PRECISION:  # products of smaller blocks leave a part of the GPU idle
             least = max(2 * least, 1 << 30)
-        elif not any(
-            spec.needs
-        ):  # without gradients, reading the head again for each block takes a large part of the time
+        elif not any(spec.needs):
+            # Without gradients, reading the head again for each block takes a large part of the time.
             least = max(least, min(BYTES_PER_LOGIT * logits // 3, 1 << 30))
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
@@ -340,9 +339,8 @@ def dispatch_divergence(
     ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
     """
     budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
-    most = (
-        logits if top_k and auto else FULL_LOGITS_MAX
-    )  # of a top-k divergence, the kernels compute only its logsumexp
+    # For a top-k teacher, the kernels compute no more than the student's logsumexp.
+    most = logits if top_k and auto else FULL_LOGITS_MAX
     _, beside, fits = _kept_logits(p, budget, auto, trains)
     if triton and (logits > most or not fits or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False

@@ -145,7 +145,6 @@ def linear_divergence(
         raise ValueError(f"temperature must be positive, got {temperature}")
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
     beta_of_kind = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
-
     config = checks.check_config(config)
     head, flat = _prepare_student(student, float(temperature), mask)
     n, device = len(head.hidden), head.hidden.device

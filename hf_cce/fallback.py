@@ -84,10 +84,11 @@ def _logits_to_gradients(
         if not plain:
             torch.gather(f, 1, y[rows], out=label_logit[rows])
         torch.gather(log_p, 1, y[rows], out=label_log_p[rows])
-        torch.sub(label_logit[rows], label_log_p[rows], out=lse[rows])
         if has_bias:  # a bias of −inf may mask the label, or id 0 of an ignored one: −inf − (−inf) would be NaN
             at = f.argmax(1, keepdim=True)
             torch.sub(f.gather(1, at), log_p.gather(1, at), out=lse[rows])
+        elif spec.z_loss:
+            torch.sub(label_logit[rows], label_log_p[rows], out=lse[rows])
         if smoothing:
             torch.mean(f, 1, keepdim=True, out=mean[rows])
         if unscaled and any(spec.needs):
@@ -103,7 +104,7 @@ def _logits_to_gradients(
             torch.mul(g, scale, out=z[rows])
             del g
         del f, log_p  # free them before the next ones are allocated
-    loss = -label_log_p
+    loss, lse = -label_log_p, lse if has_bias else label_logit - label_log_p
     at_label = label_log_p.expm1()
     if smoothing:
         loss += smoothing * (label_logit - mean)

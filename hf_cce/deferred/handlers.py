@@ -381,7 +381,7 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
     found = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, **wanted)
-    if row_mask is not None:  # zero there also for those who ask for all
+    if row_mask is not None:  # masked rows are zero, so a later request for all rows must not reuse this pass
         x.recipe.call.last_pass = None
     return LogProbs(*found)
 
