@@ -30,6 +30,7 @@ from hf_cce.strategies import (
     Statistics,
     StoredStatistics,
     Strategy,
+    TokenLosses,
     compile_failure,
     validate_labels,
 )
@@ -295,12 +296,14 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
     return spec._replace(memory_budget=spec.memory_budget - whole) if 2 * whole <= spec.memory_budget else None
 
 
-def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: FilterState | None) -> Strategy:
+def dispatch_statistics(
+    x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool, state: FilterState | None
+) -> Strategy:
     """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
     p = Problem.of(x)
     if prefers_full_logits(p, spec):
         return FullLogits(spec, SUM, False)
-    statistics = dispatch_fused_statistics(x, spec, wanted)
+    statistics = dispatch_fused_statistics(x, spec, wanted, with_lse=with_lse)
     if state is None or not statistics.triton or not may_filter(p, spec, wanted):
         return statistics
     state = state.on(p.device)
@@ -308,7 +311,9 @@ def dispatch_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, state: F
     return statistics if tau is None else FilteredStatistics(spec, SUM, state, tau, True, statistics)
 
 
-def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True) -> Statistics:
+def dispatch_fused_statistics(
+    x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True, with_lse: bool = True
+) -> Statistics:
     """Return the strategy for exact per-token statistics, full logits excluded. The fallback may keep logits if allowed."""
     p = Problem.of(x)
     remaining = _spec_after_dequantization(x, spec)
@@ -318,7 +323,10 @@ def dispatch_fused_statistics(x: Inputs, spec: LossSpec, wanted: WantedStats, ke
         return Statistics(remaining, wanted, True)
     stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
     remaining = remaining._replace(memory_budget=stored + beside)
-    return (StoredStatistics if keeps_logits and fits else Statistics)(remaining, wanted, False)
+    if not (keeps_logits and fits):
+        return Statistics(remaining, wanted, False)
+    only_losses = stored and not with_lse and not any(wanted)
+    return (TokenLosses if only_losses else StoredStatistics)(remaining, wanted, False)
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:

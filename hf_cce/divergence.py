@@ -29,7 +29,7 @@ from hf_cce.divergence_passes import (
     row_stats,
 )
 from hf_cce.divergence_rows import divergence_of_rows, gradients_of_rows
-from hf_cce.divergence_topk import SupportLogits, divergence_on_support, with_tail
+from hf_cce.divergence_topk import TopKDivergence
 from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
 from hf_cce.spec import Divisor, accumulation_dtype
@@ -258,10 +258,11 @@ def _divergences(
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
     top_k = isinstance(teacher, TeacherTopK)
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, triton, top_k, trains))
+    upstream = factor if trains else None
     if isinstance(teacher, TeacherTopK):
-        return _top_k_divergence(student, teacher, mask, spec, trains), None
+        return _top_k_divergence(student, teacher, mask, spec, upstream), None
     tokens = Tokens.of(mask, len(hidden), hidden.device)
-    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, factor if trains else None)
+    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, upstream)
     return found, entropies if entropy else None
 
 
@@ -310,33 +311,15 @@ def _prepare_teacher(
 
 
 def _top_k_divergence(
-    student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec, trains: bool
+    student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec, factor: Tensor | float | None
 ) -> Tensor:
     """Return the divergence of each token [N] from a top-k teacher."""
-    assert student.weight is not None
-    v = student.weight.shape[0]
-    ids, log_pt = teacher.ids, teacher.log_probs.to(accumulation_dtype(student.hidden.dtype))
+    hidden, log_p = student.hidden, teacher.log_probs.to(accumulation_dtype(student.hidden.dtype))
     if mask is not None:  # NaN in an excluded token must not propagate
-        student = student._replace(hidden=torch.where(mask[:, None], student.hidden, 0))
-        log_pt = torch.where(mask[:, None], log_pt, -math.inf)  # padding, which is replaced below
-    padding = log_pt == -math.inf
-    ids = torch.where(padding, 0, ids)
-    # Both models get a probability of exactly 0 there. Minus infinity itself would give NaN gradients.
-    lowest = torch.finfo(log_pt.dtype).min / 4
-    log_pt = torch.where(padding, lowest, log_pt)
-    ok = ((ids >= 0) & (ids < v)).all()
-    if ok.is_cuda:
-        torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
-    elif not bool(ok):
-        raise ValueError(
-            f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
-        )
-    lump = teacher.tail == "lump"
-    z, lse = SupportLogits.apply(*student[:3], student, ids, lump, spec, trains)
-    log_ps = torch.where(padding, lowest, z - lse[:, None] if lump else z)
-    log_ps, log_pt = (with_tail(x) if lump else x.log_softmax(1) for x in (log_ps, log_pt))
-    losses = divergence_on_support(log_ps, log_pt, spec.beta)
-    return losses if mask is None else torch.where(mask, losses, 0)
+        hidden = torch.where(mask[:, None], hidden, 0)
+        log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
+    given, lump = (teacher.ids, log_p), teacher.tail == "lump"
+    return TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, factor)
 
 
 def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:

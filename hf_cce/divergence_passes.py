@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from hf_cce.reference import (
-    FP16_SCALE,
     add_product,
     apply_scale_and_softcap_,
+    fp16_unit,
     matmul_acc,
     matmul_supports_fp32_out,
     scratch_bytes,
@@ -334,14 +334,6 @@ def gradients(
     n, itemsize = student.hidden.shape[0], student.hidden.dtype.itemsize
     column_bytes = n * itemsize if spec.triton else portable_column_bytes(student, teacher)
     return head_gradients(student, spec, column_bytes + _copied_bytes(teacher, tokens), slab_grad, unit, wanted)
-
-
-def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
-    """Return the power of two that float16 upstream gradients are divided by, and results multiplied by, against underflow."""
-    if dtype != torch.float16 or not grads[0].numel():
-        return None
-    largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest / FP16_SCALE).exponent)
 
 
 def head_gradients(

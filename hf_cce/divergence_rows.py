@@ -22,7 +22,6 @@ from hf_cce.divergence_passes import (
     HeadGrads,
     Tokens,
     WantedGrads,
-    fp16_unit,
     log_mixture,
 )
 from hf_cce.fallback import (
@@ -32,9 +31,9 @@ from hf_cce.fallback import (
     gradient_scale,
     logit_products,
     products,
+    split_factors,
     tokens_per_block,
 )
-from hf_cce.reference import FP16_SCALE
 from hf_cce.spec import accumulation_dtype
 
 
@@ -70,10 +69,7 @@ def divergence_of_rows(
     )
     kept = None
     if factor is not None:
-        scale = gradient_scale(hidden, student.logit_scale, factor)
-        if dtype == torch.float16 and spec.beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
-            scale = scale / 64
-        kept = KeptGradient(logits_of(student), scale)
+        kept = kept_gradient(student, factor, spec.beta)
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
@@ -91,7 +87,7 @@ def divergence_of_rows(
             log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
             of_chunk = slice(start + chunk.start, start + chunk.stop)
             if spec.entropy:
-                entropy[of_chunk] = -_expectation(log_ps.exp(), log_ps.clone(), infinite)
+                entropy[of_chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
             divergence[of_chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
             if kept is not None:
@@ -99,6 +95,14 @@ def divergence_of_rows(
             del g, minus, derivative
         del zs, zt  # free them before the next ones are allocated
     return divergence, entropy, kept
+
+
+def kept_gradient(student: Head, factor: Tensor | float, beta: float) -> KeptGradient:
+    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``."""
+    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor)
+    if logits.dtype == torch.float16 and beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
+        scale = scale / 64
+    return KeptGradient(logits, scale)
 
 
 @dataclass
@@ -120,7 +124,7 @@ class KeptGradient:
             torch.sub(g, minus, out=out)
 
 
-def _expectation(p: Tensor, x: Tensor, infinite: bool) -> Tensor:
+def expectation(p: Tensor, x: Tensor, infinite: bool) -> Tensor:
     """Return Σ p · x of each row, if x may be ``infinite`` without the terms with p = 0, which would be NaN. Overwrites ``x``."""
     x.mul_(p)
     return (x.masked_fill_(p == 0, 0.0) if infinite else x).sum(1)
@@ -135,14 +139,14 @@ def _divergence_and_gradient(
     """
     if beta == 0.0:
         pt = log_pt.exp()
-        divergence = _expectation(pt, log_pt.sub_(log_ps), infinite)
+        divergence = expectation(pt, log_pt.sub_(log_ps), infinite)
         return divergence, log_ps.exp_(), pt
     ps = log_ps.exp()
     if beta == 1.0:
         gap, weight, others = log_ps.sub_(log_pt), 1.0, None
     else:
         log_m = log_mixture(log_ps, log_pt, beta)
-        others = _expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
+        others = expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
         gap, weight = log_ps.sub_(log_m), 1 - beta
         del log_m
     gap = gap.masked_fill_(ps == 0, 0.0) if infinite else gap
@@ -154,12 +158,8 @@ def _divergence_and_gradient(
 def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
     """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
     assert student.weight is not None
-    by_row = grad / kept.scale
-    by = fp16_unit(student.hidden.dtype, by_row)
-    if by is not None:
-        by = by * FP16_SCALE  # so that no weight of a row exceeds 1
-        by_row = by_row / by
-    found = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, by_row, by)
+    factors = split_factors(student.hidden.dtype, grad / kept.scale)
+    found = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors)
     return with_rows(found, wanted.rows)
 
 

@@ -1,14 +1,18 @@
-"""Divergence from a teacher given by its k most probable tokens: needs the student's logits of these, and its logsumexp.
+"""Divergence from a teacher given by its k most probable tokens.
 
-The gradients through both are added in float32, per slab of the vocabulary, and rounded once, as they cancel near the optimum.
+It depends on the student's probabilities of these tokens and of all others together ("lump"), or on the former relative to each
+other. For a token v, its gradient is e_v for one of the k, else −c · p_v. Both are computed in the forward pass, for an upstream
+gradient of one; ``hf_cce.divergence_rows`` describes how the logits are kept until the backward pass. If the memory budget has no
+room for them, the backward pass recomputes them, one slab of the vocabulary at a time.
 
-Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature.
+Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature, p = softmax(z); β as in
+``hf_cce.divergence_passes``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,138 +21,218 @@ from torch import Tensor
 from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
-    HeadGrads,
     WantedGrads,
     divergence_kernels,
-    fp16_unit,
     head_gradients,
+    log_mixture,
     make_slabs,
     portable_column_bytes,
     refuse_second_derivative,
 )
-from hf_cce.divergence_rows import logits_of, row_chunks
-from hf_cce.fallback import empty_logits, logit_products, tokens_per_block
+from hf_cce.divergence_rows import KeptGradient, expectation, gradients_of_rows, kept_gradient, logits_of, row_chunks
+from hf_cce.fallback import tokens_per_block
 from hf_cce.ops import compute_context
-from hf_cce.reference import apply_scale_and_softcap_
+from hf_cce.reference import apply_scale_and_softcap_, fp16_unit
 from hf_cce.spec import accumulation_dtype
 
 
-def divergence_on_support(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
-    """Return the divergence [N] of normalized log-probabilities [N, k]; β as in ``hf_cce.divergence_passes``."""
+class Support(NamedTuple):
+    """The k tokens of a teacher. Where padding, the id and later the gradient are those of the most probable token."""
 
-    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        possible = log_p != -math.inf  # where p = 0, 0 · ∞ would be NaN
-        return torch.where(possible, log_p.exp() * (torch.where(possible, log_p, 0) - log_q), 0).sum(1)
+    ids: Tensor  # [N, k]
+    log_p: Tensor  # [N, k]; very low where padding: minus infinity would give NaN
+    padding: Tensor  # [N, k] bool
+    best: Tensor  # [N, 1], the index of the most probable token
 
+    @classmethod
+    def of(cls, ids: Tensor, log_p: Tensor, v: int) -> Support:
+        """Check that the ids that are not padding lie in [0, v)."""
+        padding = log_p == -math.inf
+        log_p, ids = log_p.clamp(min=lowest(log_p.dtype)), ids.masked_fill(padding, 0)
+        ok = (ids.clamp(0, v - 1) == ids).all()
+        if ok.is_cuda:
+            torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
+        elif not bool(ok):
+            raise ValueError(
+                f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
+            )
+        best = log_p.argmax(1, keepdim=True)
+        return cls(torch.where(padding, ids.gather(1, best), ids), log_p, padding, best)
+
+    def rows(self, rows: slice) -> Support:
+        return Support(*(x[rows] for x in self))
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return a log-probability whose probability is exactly 0, and which may be added to others."""
+    return torch.finfo(dtype).min / 4
+
+
+class SupportGrads(NamedTuple):
+    """The divergence of each token, and its gradient."""
+
+    divergence: Tensor  # [N]
+    inside: Tensor  # [N, k], e
+    p: Tensor  # [N, k], the student's probabilities
+    outside: Tensor | None  # [N, 1], c; None: 0
+
+
+def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: bool) -> SupportGrads:
+    """Return the divergence for the student's log-probabilities of the k tokens, which need not be normalized if not ``lump``."""
+    log_ps, log_pt = (
+        _with_tail(x) if lump else x.log_softmax(1)
+        for x in (log_ps.masked_fill(support.padding, lowest(log_ps.dtype)), support.log_p)
+    )
+    ps, k = log_ps.exp(), support.ids.shape[1]
     if beta == 0.0:
-        return kl(log_pt, log_ps)
-    if beta == 1.0:
-        return kl(log_ps, log_pt)
-    log_m = torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
-    return beta * kl(log_pt, log_m) + (1 - beta) * kl(log_ps, log_m)
+        pt = log_pt.exp()
+        divergence, g = expectation(pt, log_pt - log_ps, True), pt.neg_()
+    else:
+        log_m = log_pt if beta == 1.0 else log_mixture(log_ps, log_pt, beta)
+        g = (log_ps - log_m).mul_(ps).masked_fill_(ps == 0, 0.0)
+        g = g if beta == 1.0 else g.mul_(1 - beta)
+        divergence = g.sum(1)
+        if beta != 1.0:
+            divergence += beta * expectation(log_pt.exp(), log_pt - log_m, True)
+    # g is the gradient with respect to the log-probabilities as if they were independent.
+    if not lump:
+        return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), ps, None)
+    of_tail, tail = g[:, k:], ps[:, k:]
+    of_tail.masked_fill_(tail < 1.25 * torch.finfo(ps.dtype).eps, 0.0)  # it is a constant there
+    total = g.sum(1, keepdim=True)
+    return SupportGrads(
+        divergence,
+        torch.addcmul(g, ps, total, value=-1)[:, :k],
+        ps[:, :k],
+        torch.addcdiv(total, of_tail, tail, value=-1),
+    )
 
 
-def with_tail(log_p: Tensor) -> Tensor:
+def _with_tail(log_p: Tensor) -> Tensor:
     """Append the log-probability of all other tokens, [N, k + 1]. Their probability is at least the machine epsilon."""
-    total = log_p.logsumexp(1, keepdim=True).clamp(max=-torch.finfo(log_p.dtype).eps)
-    return torch.cat((log_p, torch.log(-torch.expm1(total))), 1)
+    others = 1 - log_p.exp().sum(1, keepdim=True)
+    return torch.cat((log_p, others.clamp_(min=torch.finfo(log_p.dtype).eps).log_()), 1)
 
 
-class SupportLogits(torch.autograd.Function):
-    """Autograd function for (z of ``ids`` [N, k], logsumexp of z [N], empty unless ``normalize``), in the accumulation dtype."""
+class TopKDivergence(torch.autograd.Function):
+    """Autograd function for the divergence [N]. ``factor``: a scalar that upstream gradients contain; None: no gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, ids: Tensor, normalize: bool,
-        spec: DivergenceSpec, trains: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: tuple[Tensor, Tensor],
+        lump: bool, spec: DivergenceSpec, factor: Tensor | float | None,
+    ) -> Tensor:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         ctx.kept = None
+        rows: tuple[Tensor | None, ...] = ()
         with compute_context(hidden):
-            if spec.keeps_logits and normalize and len(hidden):
-                z, lse, ctx.kept = _of_all_logits(ids, student, spec, trains)
+            if spec.keeps_logits:
+                divergence, ctx.kept = _of_all_logits(student, teacher, lump, spec, factor)
             else:
-                z = _logits_of(ids, student, spec)
-                lse = _logsumexp(student, spec) if normalize else z.new_empty(0)
-        ctx.save_for_backward(hidden, weight, bias, ids, lse, student.logit_derivative(z) * torch.ones_like(z))
-        ctx.form, ctx.normalize, ctx.spec = student[3:], normalize, spec
-        return z, lse
+                support = Support.of(*teacher, len(weight))
+                z = _logits_of(support.ids, student, spec)
+                lse = _logsumexp(student, spec)[:, None] if lump else None
+                log_ps = z if lse is None else z - lse
+                divergence, inside, p, outside = divergence_on_support(log_ps, support, spec.beta, lump)
+                # The gradient is −c · p everywhere, plus this at the ids.
+                inside = inside if outside is None else inside + outside * p
+                inside = (inside * student.logit_derivative(z)).masked_fill_(support.padding, 0.0)
+                rows = (inside, outside, lse)
+        ctx.save_for_backward(hidden, weight, bias, *rows)
+        # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
+        ctx.rest = student[3:], teacher, lump, spec, factor
+        return divergence
 
     @staticmethod
-    def backward(ctx: Any, grad_z: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        hidden, weight, bias, ids, lse, derivative = ctx.saved_tensors
-        student, spec, normalize = Head(hidden, weight, bias, *ctx.form), ctx.spec, ctx.normalize
-        grad_z = grad_z * derivative
-        unit = fp16_unit(hidden.dtype, grad_z, *([grad_lse] if normalize else []))
-        if unit is not None:
-            grad_z, grad_lse = grad_z / unit, grad_lse / unit
-
-        def slab_grad(slab: slice) -> Tensor:
-            width = slab.stop - slab.start
-            inside, columns = (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
-            g = grad_z.new_zeros(len(ids), width)
-            if normalize:
-                z = student.columns(slab.start, slab.stop).logits()
-                derivative = student.logit_derivative(z)
-                g = z.sub_(lse[:, None]).exp_().mul_(grad_lse[:, None]).mul_(derivative)
-            return g.scatter_add_(1, columns, torch.where(inside, grad_z, 0))
-
+        hidden, weight, bias, *rows = ctx.saved_tensors
+        form, teacher, lump, spec, factor = ctx.rest
+        student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
         kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):
-            wanted, v = WantedGrads(ctx.needs_input_grad[:3], weight.shape[0]), weight.shape[0]
-            if spec.keeps_logits and len(hidden):
-                if kept is None:  # no logsumexp is needed, or a second backward pass
-                    kept = logits_of(student) if normalize else empty_logits(hidden, v, len(hidden))
-                for rows in row_chunks(kept, 2 + 2 * (student.softcap > 0), spec):
-                    _write_gradient(kept[rows], student, ids[rows], grad_z[rows], grad_lse[rows] if normalize else None)
-                ones = torch.ones(len(hidden), dtype=grad_z.dtype, device=hidden.device)
-                found: HeadGrads = logit_products(kept, hidden, weight, wanted.needs, ones, unit)
+            if spec.keeps_logits:
+                if kept is None:  # a second backward pass
+                    kept = _of_all_logits(student, teacher, lump, spec, factor)[1]
+                assert kept is not None
+                grads = gradients_of_rows(kept, student, grad, wanted)
             else:
-                found = head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
-        return *found, None, None, None, None, None
-
-
-def _write_gradient(x: Tensor, student: Head, ids: Tensor, grad_z: Tensor, grad_lse: Tensor | None) -> None:
-    """Overwrite the products ``x`` [n, V] with their gradient, given those of z [n, k] and of logsumexp [n]."""
-    if grad_lse is None:
-        x.copy_(grad_z.new_zeros(x.shape).scatter_add_(1, ids, grad_z))
-        return
-    z = student.finish(x, grad_z.dtype)
-    p, derivative = F.softmax(z, 1, dtype=grad_z.dtype), student.logit_derivative(z)
-    by = grad_lse[:, None]
-    if isinstance(derivative, Tensor):
-        p.mul_(derivative)
-    else:
-        by = by * derivative
-    if x.dtype == p.dtype:
-        torch.mul(p, by, out=x).scatter_add_(1, ids, grad_z)
-    else:  # rounded once, after the sum
-        x.copy_(p.mul_(by).scatter_add_(1, ids, grad_z))
+                grads = _gradients_by_slabs(student, teacher[0], rows, grad[:, None], spec, wanted)
+        return *grads, None, None, None, None, None
 
 
 def _of_all_logits(
-    ids: Tensor, student: Head, spec: DivergenceSpec, trains: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return z of ``ids`` [N, k], logsumexp of z [N] and, for a backward pass, the products of which z is made [N, V]."""
-    hidden, weight, acc_dtype = student.hidden, student.weight, accumulation_dtype(student.hidden.dtype)
+    student: Head, teacher: tuple[Tensor, Tensor], lump: bool, spec: DivergenceSpec, factor: Tensor | float | None
+) -> tuple[Tensor, KeptGradient | None]:
+    """Return the divergence [N] and, with a ``factor``, the logits' gradient."""
+    hidden, weight, n = student.hidden, student.weight, len(student.hidden)
     assert weight is not None
-    found, lse = (torch.empty(shape, dtype=acc_dtype, device=ids.device) for shape in (ids.shape, len(ids)))
-    block, x = len(ids), None
-    if not trains:
-        block = tokens_per_block(block, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
-    for start in range(0, len(ids), block):
-        of_block = slice(start, start + block)
-        del x  # free them before the next ones are allocated
-        x = logits_of(student, of_block)
-        found[of_block] = student.finish(x.gather(1, ids[of_block]), acc_dtype)
-        for rows in row_chunks(x, 3, spec):
-            z = student.finish(x[rows], acc_dtype)
-            log_p = F.log_softmax(z, 1, dtype=acc_dtype)
-            top = ids[of_block][rows, :1] if student.bias is None else z.argmax(1, keepdim=True)  # a bias may be −inf
-            torch.sub(z.gather(1, top)[:, 0], log_p.gather(1, top)[:, 0], out=lse[of_block][rows])
+    acc_dtype, block, kept = accumulation_dtype(hidden.dtype), n or 1, None
+    if factor is not None:
+        kept = kept_gradient(student, factor, spec.beta)
+    else:
+        block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    support = Support.of(*teacher, len(weight))  # while a GPU computes the first GEMM
+    divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
+    for start in range(0, n, block):
+        x = logits_of(student, slice(start, start + block)) if kept is None else kept.logits
+        for chunk in row_chunks(x, 3, spec):
+            rows = slice(start + chunk.start, start + chunk.stop)
+            of_rows = support.rows(rows)
+            z = student.finish(x[chunk], acc_dtype)
+            log_p = F.log_softmax(z, 1, dtype=acc_dtype) if lump else z
+            found = divergence_on_support(log_p.gather(1, of_rows.ids).to(acc_dtype), of_rows, spec.beta, lump)
+            divergence[rows] = found.divergence
+            if kept is not None:
+                _write_gradient(kept, x[chunk], z, log_p.exp_() if lump else None, found, of_rows, student)
             del z, log_p
-    return found, lse, x if trains else None
+        del x  # free them before the next ones are allocated
+    return divergence, kept
+
+
+def _write_gradient(
+    kept: KeptGradient, out: Tensor, z: Tensor, p: Tensor | None, found: SupportGrads, support: Support, student: Head
+) -> None:
+    """Set ``out``, some rows of ``kept``, which ``z`` may alias. Overwrites ``p``, which is None if c = 0."""
+    inside, by = found.inside.masked_fill_(support.padding, 0.0), kept.scale
+    derivative = student.logit_derivative(z)
+    if isinstance(derivative, Tensor):
+        inside = inside.mul_(derivative.gather(1, support.ids))
+        p = None if p is None else p.mul_(derivative)
+    else:
+        by = by * derivative
+    if isinstance(by, Tensor) or by != 1.0:
+        inside = inside * by
+    if p is None or found.outside is None:
+        out.zero_()
+    else:
+        torch.mul(p, found.outside * -by, out=out)
+    inside = torch.where(support.padding, inside.gather(1, support.best), inside)
+    out.scatter_(1, support.ids, inside.to(out.dtype))
+
+
+def _gradients_by_slabs(
+    student: Head, ids: Tensor, rows: list[Any], grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N, 1], from recomputed logits."""
+    inside, outside, lse = rows
+    inside, outside = inside * grad, None if outside is None else outside * -grad
+    unit = fp16_unit(student.hidden.dtype, inside, *([] if outside is None else [outside]))
+    if unit is not None:
+        inside, outside = inside / unit, None if outside is None else outside / unit
+
+    def slab_grad(slab: slice) -> Tensor:
+        width = slab.stop - slab.start
+        here, columns = (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
+        if outside is None:
+            g = inside.new_zeros(len(ids), width)
+        else:
+            z = student.columns(slab.start, slab.stop).logits()
+            derivative = student.logit_derivative(z)
+            g = z.sub_(lse).exp_().mul_(outside).mul_(derivative)
+        return g.scatter_add_(1, columns, torch.where(here, inside, 0))
+
+    return head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
 
 
 def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:

@@ -1,12 +1,12 @@
-"""PyTorch fallback with three GEMMs, as many as full logits need, for the scalar loss and for statistics of tokens.
+"""PyTorch fallback with three GEMMs, as many as full logits need, for losses and for statistics of tokens.
 
-The upstream gradient of the scalar loss is one number, so the gradients of a block of tokens can be computed while its logits
-exist, up to a factor that the backward pass applies. There are two loops:
+The gradient of a token's loss is computed while its logits exist, up to a factor that the backward pass applies:
 
-- ``one_block``: all logits fit the budget in the inputs' dtype and are overwritten with their gradient.
-- ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. Never synchronizes with a GPU.
+- ``one_block`` and ``token_losses``: the logits of all tokens, in the inputs' dtype, are overwritten with their gradient. The
+  factor may differ by token.
+- ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. The factor is one number.
 
-The upstream gradients of statistics differ by token. ``logit_stats`` keeps all logits in the inputs' dtype, which is a fraction
+Statistics of tokens have several upstream gradients. ``logit_stats`` keeps all logits in the inputs' dtype, which is a fraction
 of what full logits take, and ``stored_gradients`` overwrites them with their gradient.
 
 GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
@@ -25,7 +25,15 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.reference import FP16_SCALE, add_product, matmul_acc, matmul_supports_fp32_out, put_rows, scratch_bytes
+from hf_cce.reference import (
+    FP16_SCALE,
+    add_product,
+    fp16_unit,
+    matmul_acc,
+    matmul_supports_fp32_out,
+    put_rows,
+    scratch_bytes,
+)
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
@@ -143,7 +151,7 @@ def products(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 
 @dataclass
 class LogitGrads:
-    """Result of ``one_block``: the logits' gradient [n, V] times ``scale``, before it is multiplied by upstream gradients."""
+    """The gradient of the tokens' losses with respect to h Wᵀ + b [n, V] times ``scale``, without upstream gradients."""
 
     logits: Tensor
     hidden: Tensor  # [n, D], zero in ignored rows
@@ -153,11 +161,27 @@ class LogitGrads:
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
         multiplier = (factor * grad).to(accumulation_dtype(self.logits.dtype)) / self.scale
-        labels = x.labels if self.rows is None else x.labels[self.rows]
-        valid = (labels != spec.ignore_index).to(multiplier.dtype)
+        return self._multiply(x, spec, torch.ones_like(lse), multiplier)
+
+    def finalize_by_token(self, x: Inputs, spec: LossSpec, grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of hidden, weight and bias for upstream gradients ``grad`` [N]."""
+        return self._multiply(x, spec, *split_factors(x.hidden.dtype, grad / self.scale))
+
+    def _multiply(self, x: Inputs, spec: LossSpec, by_token: Tensor, by: Tensor | None) -> list[Tensor | None]:
+        by_token = torch.where(x.labels == spec.ignore_index, 0, by_token)
+        by_row = by_token if self.rows is None else by_token[self.rows]
         hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
-        grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, valid, multiplier)
+        grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, by_row, by)
         return [None if grad_hidden is None else put_rows(grad_hidden, self.rows, len(x.hidden)), *others]
+
+
+def split_factors(dtype: torch.dtype, by_row: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Split factors of rows [n] for ``logit_products``: in float16 into those of at most 1 and a common power of two."""
+    by = fp16_unit(dtype, by_row)
+    if by is None:
+        return by_row, None
+    by = by * FP16_SCALE
+    return by_row / by, by
 
 
 def logit_products(
@@ -211,12 +235,26 @@ def one_block(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
+    losses, lse, factor, grads = token_losses(x, spec, make_factor)
+    return losses.sum() * factor, lse, factor, grads
+
+
+def token_losses(
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
+    """Return (loss [N], lse [N], factor, logits' gradient), with the logits of all tokens at once.
+
+    ``make_factor`` is called when a GPU has its first GEMM; it checks the labels and returns a factor that upstream gradients
+    contain.
+    """
     (hidden, _, _, labels), rows = reference.select_rows(x, spec)
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
-    loss, lse = _logits_to_gradients(z, labels, spec, scale, x.bias is not None)
-    return loss.sum() * factor, put_rows(lse, rows, len(x.labels)), factor, LogitGrads(z, hidden, rows, scale)
+    loss, lse = (
+        put_rows(each, rows, len(x.labels)) for each in _logits_to_gradients(z, labels, spec, scale, x.bias is not None)
+    )
+    return loss, lse, factor, LogitGrads(z, hidden, rows, scale)
 
 
 @dataclass
@@ -267,28 +305,32 @@ def token_blocks(
     most = math.inf if matmul_supports_fp32_out(hidden) else 1.0
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
-        torch.zeros((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
+        torch.empty((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
         chosen,
-        torch.zeros(v, dtype=acc_dtype, device=device) if need_bias else None,
+        torch.empty(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
         min(most, fp16_scale(spec.logit_scale)) if dtype == torch.float16 else 1.0,
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNMENT * ALIGNMENT
-        sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d).zero_()
+        sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d)
         if fit < v:
-            sums.rest = torch.zeros((v - fit, d), dtype=acc_dtype, device=device)
+            sums.rest = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
             room = max(room - sums.rest.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
-    losses, lse = (torch.zeros(n, dtype=acc_dtype, device=device) for _ in range(2))
-    valid, factor = labels != spec.ignore_index, make_factor()
+    losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
     block = tokens_per_block(n, v, dtype, on_cpu, room)
     slab = empty_logits(hidden, v, min(block, n))
-    for start in range(0, n, block):
+    for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
         z = products(h, x.weight, x.bias, slab[: h.shape[0]])
+        if start == 0:  # a GPU has its first GEMM
+            valid, factor = labels != spec.ignore_index, make_factor()
+            for total in (sums.weight, sums.rest, sums.bias):
+                if total is not None:
+                    total.zero_()
         losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale, x.bias is not None)
         if sums.hidden is not None:
             sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])

@@ -329,7 +329,7 @@ def statistics(
     if needs_custom_op(x.hidden):
         outputs = torch.ops.hf_cce.logit_stats(*x, *wanted, *_options_of(spec))
     else:
-        strategy = dispatch_statistics(x, spec, wanted, state)
+        strategy = dispatch_statistics(x, spec, wanted, with_lse, state)
         if isinstance(strategy, FullLogits):
             with compute_context(x.hidden):
                 return strategy.statistics(x, wanted, with_lse)

@@ -63,6 +63,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
+    """Return the power of two that float16 upstream gradients are divided by, and results multiplied by, against underflow."""
+    if dtype != torch.float16 or not grads[0].numel():
+        return None
+    largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest / FP16_SCALE).exponent)
+
+
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
     """Return (True if all labels are in [0, V) or ignored, factor on the summed loss), scalars on the labels' device."""
     valid = labels != ignore_index

@@ -445,6 +445,24 @@ class StoredStatistics(Statistics):
         return fallback.stored_gradients(cache, x, spec, saved.lse, saved.entropy, self.token_grads(saved, upstream))
 
 
+class TokenLosses(StoredStatistics):
+    """−log p(label) of each token in PyTorch, with its gradient computed in the forward pass, up to a factor of each token.
+
+    The outputs are as those of ``StoredStatistics``; only the last has a gradient, and the others may be empty.
+    """
+
+    def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
+        losses, lse, _, self.cache = fallback.token_losses(x, self.spec, lambda: self.factor(x))
+        return (*(lse.new_empty(0) for _ in LogitStats._fields), losses), Saved(lse)
+
+    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        return list(outputs[:6])
+
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
+        assert upstream[6] is not None
+        return cache.finalize_by_token(x, spec, upstream[6])
+
+
 def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:
     """Return contiguous upstream gradients of ``LogitStats``; missing ones of lse and label_logit become zeros."""
     grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
