@@ -17,6 +17,7 @@ from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import FrozenWeight
+from hf_cce.reference import matmul_supports_fp32_out
 from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
     SUM,
@@ -325,7 +326,9 @@ def dispatch_fused_statistics(
     remaining = remaining._replace(memory_budget=stored + beside)
     if not (keeps_logits and fits):
         return Statistics(remaining, wanted, False)
-    only_losses = stored and not with_lse and not any(wanted)
+    # In 16 bits, the factors of the tokens would be rounded with the hidden states, for the gradients of weight and bias.
+    rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not matmul_supports_fp32_out(x.hidden))
+    only_losses = stored and not (with_lse or any(wanted) or rounds)
     return (TokenLosses if only_losses else StoredStatistics)(remaining, wanted, False)
 
 

@@ -44,9 +44,9 @@ def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
     return products(hidden, weight, x.bias, empty_logits(hidden, len(weight), len(hidden)))
 
 
-def row_chunks(z: Tensor, copies: int, spec: DivergenceSpec) -> Iterator[slice]:
-    """Split the rows of ``z`` [n, V] so that ``copies`` float arrays of a chunk fit half of the budget, or a CPU's cache."""
-    room = spec.memory_budget // 2 if z.is_cuda else min(CHUNK_BYTES_CPU, spec.memory_budget // 2)
+def row_chunks(z: Tensor, copies: int, room: int) -> Iterator[slice]:
+    """Split the rows of ``z`` [n, V] so that ``copies`` float arrays of a chunk fit ``room`` bytes, or a CPU's cache."""
+    room = room if z.is_cuda else min(CHUNK_BYTES_CPU, room)
     return chunks(len(z), copies * accumulation_dtype(z.dtype).itemsize * z.shape[1], room)
 
 
@@ -79,7 +79,7 @@ def divergence_of_rows(
         rows = slice(start, min(n, start + block))
         zs = logits_of(student, rows) if kept is None else kept.logits[rows]
         zt = logits_of(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
-        for chunk in row_chunks(zs, copies, spec):
+        for chunk in row_chunks(zs, copies, spec.memory_budget // 2):
             x = student.finish(zs[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
             derivative = 1.0 if kept is None else student.logit_derivative(x)

@@ -167,16 +167,20 @@ def _of_all_logits(
     """Return the divergence [N] and, with a ``factor``, the logits' gradient."""
     hidden, weight, n = student.hidden, student.weight, len(student.hidden)
     assert weight is not None
-    acc_dtype, block, kept = accumulation_dtype(hidden.dtype), n or 1, None
+    acc_dtype, block, room, kept = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget, None
     if factor is not None:
         kept = kept_gradient(student, factor, spec.beta)
     else:
-        block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+        room //= 2
+        block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
+    # log p, its input if that is not the kept logits themselves, and with a softcap its derivative
+    copied = hidden.dtype != acc_dtype or len(weight) % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
+    copies = 1 + copied + (student.softcap > 0)
     support = Support.of(*teacher, len(weight))  # while a GPU computes the first GEMM
     divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
     for start in range(0, n, block):
         x = logits_of(student, slice(start, start + block)) if kept is None else kept.logits
-        for chunk in row_chunks(x, 3, spec):
+        for chunk in row_chunks(x, copies, room):
             rows = slice(start + chunk.start, start + chunk.stop)
             of_rows = support.rows(rows)
             z = student.finish(x[chunk], acc_dtype)

@@ -113,16 +113,19 @@ def _logits_to_gradients(
             del g
         del f, log_p  # free them before the next ones are allocated
     loss, lse = -label_log_p, lse if has_bias else label_logit - label_log_p
-    at_label = label_log_p.expm1()
     if smoothing:
         loss += smoothing * (label_logit - mean)
-        at_label += smoothing - smoothing / v
     if spec.z_loss:
         loss += spec.z_loss * lse.square()
-        at_label += 2 * spec.z_loss * lse * label_log_p.exp()
-    if spec.softcap:
-        at_label *= 1 - (label_logit / spec.softcap).square()
-    z.scatter_(1, y, (at_label * scale).to(z.dtype))
+    if any(spec.needs):
+        at_label = label_log_p.expm1()
+        if smoothing:
+            at_label += smoothing - smoothing / v
+        if spec.z_loss:
+            at_label += 2 * spec.z_loss * lse * label_log_p.exp()
+        if spec.softcap:
+            at_label *= 1 - (label_logit / spec.softcap).square()
+        z.scatter_(1, y, (at_label * scale).to(z.dtype))
     return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
 
 

@@ -80,7 +80,7 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
         return ok, torch.full((), 1 / divisor.number, dtype=torch.float64, device=labels.device)
     factor_dtype = torch.float32 if labels.device.type == "mps" else torch.float64
     if divisor.items is None:  # without labels the sum is zero, and any divisor will do
-        return ok, valid.sum().clamp_(min=1).to(factor_dtype).reciprocal_()
+        return ok, valid.sum(dtype=factor_dtype).clamp_(min=1).reciprocal_()
     items = divisor.items.to(labels.device, factor_dtype)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
