@@ -16,8 +16,8 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
+from hf_cce.matmul import ALIGNED, supports_fp32_out
 from hf_cce.quantized import FrozenWeight
-from hf_cce.reference import matmul_supports_fp32_out
 from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
     SUM,
@@ -25,7 +25,6 @@ from hf_cce.strategies import (
     Filtered,
     FilteredStatistics,
     FullLogits,
-    Materialized,
     OnePass,
     Recompute,
     Statistics,
@@ -44,9 +43,8 @@ CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
 # The filter pays off from this much work (tokens · hidden size · vocabulary) and from as many tokens as fill a GPU with blocks.
 FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
-# The kernels materialize full float32 logits of up to this size, because few kernel launches win there. If the filter is not
-# used, also logits of up to this size in the 16-bit dtype of the inputs, rounded as in PyTorch's own loss.
-MATERIALIZED_BYTES = 256 << 20
+# Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
+ONE_BLOCK_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -78,8 +76,7 @@ class Decision(NamedTuple):
     """The name of a strategy, and its implementation."""
 
     strategy: str  # a key of WHY
-    implementation: str  # "triton" or "portable"; unused by "full_logits"
-    logits_dtype: torch.dtype | None = None  # for "materialized"
+    implementation: str  # "triton" if kernels run in it, else "portable"; unused by "full_logits"
 
 
 class Explanation(NamedTuple):
@@ -87,17 +84,15 @@ class Explanation(NamedTuple):
 
     strategy: str
     implementation: str
-    logits_dtype: torch.dtype | None
     why: str
     memory_budget: int  # bytes of workspace it may use
 
 
 WHY = {
     "full_logits": "few tokens: PyTorch's own loss on full logits is fastest and needs little memory",
-    "materialized": "few tokens: full logits fit the memory budget, and the kernels with the fewest launches are fastest",
     "filtered": "Triton kernels skip parts of the gradient that are close to zero",
     "exact": "Triton kernels compute the full gradient",
-    "one_pass": "PyTorch computes the gradients in the forward pass, in blocks of tokens",
+    "one_pass": "PyTorch multiplies, and gradients are computed in the forward pass, in blocks of tokens",
     "recompute": "PyTorch computes the logits twice, in slabs of the vocabulary",
 }
 
@@ -209,20 +204,6 @@ def may_filter(p: Problem, spec: LossSpec, wanted: WantedStats | None = None) ->
     return p.tokens >= FILTER_TOKENS and p.work >= FILTER_FROM
 
 
-def materialized_dtype(p: Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
-    """Return float32 or, for unfiltered 16-bit inputs, their dtype, if full logits of that dtype fit; else None."""
-    for dtype in (torch.float32,) if filtered else (torch.float32, p.dtype):
-        if 0 < materialized_bytes(p, dtype) <= min(memory_budget, MATERIALIZED_BYTES):
-            return dtype
-    return None
-
-
-def materialized_bytes(p: Problem, dtype: torch.dtype) -> int:
-    """Return the bytes that the kernels need for full logits of ``dtype`` and their gradient."""
-    # Rows are padded to 16 entries. If V % 8 > 0, dh is the sum of two products, in a float32 accumulator.
-    return p.tokens * (dtype.itemsize * (p.vocab_size + 15) + 4 * p.hidden_size * (p.vocab_size % 8 > 0))
-
-
 def grads_in_forward(dtype: torch.dtype) -> bool:
     """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass, whatever the sizes: one graph serves all.
 
@@ -243,18 +224,34 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
     return accumulates or one_block or not spec.needs[1]
 
 
+def runs_row_kernel(p: Problem, implementation: str) -> bool:
+    """Return True if a kernel can turn logits into gradients, whether or not PyTorch multiplies."""
+    if implementation == "portable" or (implementation == "auto" and p.device.type == "cpu"):
+        return False
+    if p.device.type == "cuda" and not torch.cuda.is_available():  # an absent GPU stands for one that runs the kernels
+        return p.dtype != torch.float64
+    return why_no_triton(p.device, p.dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY) is None
+
+
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
     """Return the strategy if ``prefers_full_logits`` is False. ``filtered``: the gradient filter applies and is not paused."""
     if implementation == "portable":
-        return Decision("one_pass" if one_pass_pays(p, spec) else "recompute", implementation)
-    return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec, False)
+        if not one_pass_pays(p, spec):
+            return Decision("recompute", implementation)
+        return Decision("one_pass", "triton" if runs_row_kernel(p, spec.implementation) else implementation)
+    return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec)
 
 
-def decide_unfiltered(p: Problem, spec: LossSpec, filtered: bool) -> Decision:
-    """Return the kernels' strategy without the filter. ``filtered``: as the fallback if the filter exceeds the budget."""
+def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
+    """Return the kernels' strategy without the filter."""
     trains = spec.needs[0] or spec.needs[1]
-    dtype = None if spec.label_smoothing or not trains else materialized_dtype(p, spec.memory_budget, filtered)
-    return Decision("exact" if dtype is None else "materialized", "triton", dtype)
+    few = trains and 0 < one_block_bytes(p) <= min(spec.memory_budget, ONE_BLOCK_BYTES)
+    return Decision("one_pass" if few else "exact", "triton")
+
+
+def one_block_bytes(p: Problem) -> int:
+    """Return the bytes of logits in the inputs' dtype, which their gradient overwrites."""
+    return p.tokens * p.dtype.itemsize * (p.vocab_size + -p.vocab_size % ALIGNED)
 
 
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
@@ -280,7 +277,7 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     decision = decide(p, spec, implementation, tau is not None)
     if tau is None or state is None or decision.strategy != "filtered":
         return _build_strategy(decision, p, spec, divisor)
-    unfiltered = _build_strategy(decide_unfiltered(p, spec, True), p, spec, divisor)
+    unfiltered = _build_strategy(decide_unfiltered(p, spec), p, spec, divisor)
     return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
 
 
@@ -327,9 +324,11 @@ def dispatch_fused_statistics(
     if not (keeps_logits and fits):
         return Statistics(remaining, wanted, False)
     # In 16 bits, the factors of the tokens would be rounded with the hidden states, for the gradients of weight and bias.
-    rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not matmul_supports_fp32_out(x.hidden))
+    rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not supports_fp32_out(x.hidden))
     only_losses = stored and not (with_lse or any(wanted) or rounds)
-    return (TokenLosses if only_losses else StoredStatistics)(remaining, wanted, False)
+    if not only_losses:
+        return StoredStatistics(remaining, wanted, False)
+    return TokenLosses(remaining, wanted, runs_row_kernel(p, spec.implementation))
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
@@ -377,8 +376,6 @@ def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Div
     budget = _budget(p, spec, decision.strategy)
     if budget != spec.memory_budget:
         spec = spec._replace(memory_budget=budget)
-    if decision.logits_dtype is not None:
-        return Materialized(spec, divisor, decision.logits_dtype)
     kinds = {"one_pass": OnePass, "recompute": Recompute, "exact": Exact}
     return kinds[decision.strategy](spec, divisor, decision.implementation == "triton")
 

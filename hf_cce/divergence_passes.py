@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_cce.matmul import multiply, multiply_add, supports_fp32_out
 from hf_cce.reference import (
-    add_product,
     apply_scale_and_softcap_,
     fp16_unit,
-    matmul_acc,
-    matmul_supports_fp32_out,
     scratch_bytes,
 )
 from hf_cce.spec import accumulation_dtype
@@ -53,7 +51,7 @@ class Head(NamedTuple):
         elif acc_dtype == torch.float64:
             z = self.hidden.to(acc_dtype) @ self.weight.t().to(acc_dtype)
         else:
-            z = matmul_acc(self.hidden, self.weight.t())
+            z = multiply(self.hidden, self.weight.t())
         return apply_scale_and_softcap_(z if self.bias is None else z.add_(self.bias), self.logit_scale, self.softcap)
 
     def finish(self, z: Tensor, dtype: torch.dtype) -> Tensor:
@@ -363,13 +361,13 @@ def head_gradients(
         g = slab_grad(slab)
         if grad_bias is not None:
             grad_bias[slab] = g.sum(0, dtype=acc_dtype) if unit is None else g.sum(0, dtype=acc_dtype) * unit
-        g = g.to(dtype) if matmul_supports_fp32_out(g) else g
+        g = g.to(dtype) if supports_fp32_out(g) else g
         if grad_hidden is not None:
-            add_product(grad_hidden, g, weight[slab])
+            multiply_add(grad_hidden, g, weight[slab])
         if grad_weight is not None and g.dtype == dtype and unit is None:
             torch.mm(g.t(), hidden, out=grad_weight[slab])
         elif grad_weight is not None:
-            product = matmul_acc(g.t(), hidden.to(g.dtype))
+            product = multiply(g.t(), hidden.to(g.dtype))
             grad_weight[slab] = product if unit is None else product.mul_(unit)
         del g  # free it before the next one is allocated
     if grad_hidden is not None and unit is not None:

@@ -25,15 +25,8 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.reference import (
-    FP16_SCALE,
-    add_product,
-    fp16_unit,
-    matmul_acc,
-    matmul_supports_fp32_out,
-    put_rows,
-    scratch_bytes,
-)
+from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
+from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
@@ -43,13 +36,14 @@ ONE_BLOCK_BYTES_CPU = 64 * MIB
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
-ALIGNMENT = 8  # entries: the row alignment that cuBLAS needs to be fast on 16-bit matrices
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
-    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
-    room = memory_budget - min(CHUNK_BYTES, memory_budget // 2)
+def fits_one_block(
+    tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int, in_place: bool = False
+) -> bool:
+    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype and, unless ``in_place``, float32 chunks."""
+    room = memory_budget if in_place else memory_budget - min(CHUNK_BYTES, memory_budget // 2)
     if on_cpu:
         room = min(memory_budget // 2, max(ONE_BLOCK_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
@@ -64,11 +58,11 @@ def chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
 
 def empty_logits(hidden: Tensor, v: int, rows: int) -> Tensor:
     """Allocate logits [rows, V]. Rows on a GPU are padded: 16-bit and TF32 GEMMs are slow on unaligned rows."""
-    stride = -(-v // ALIGNMENT) * ALIGNMENT if hidden.is_cuda else v
+    stride = -(-v // ALIGNED) * ALIGNED if hidden.is_cuda else v
     return hidden.new_empty((rows, stride))[:, :v]
 
 
-def _logits_to_gradients(
+def logits_to_gradients(
     z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """Overwrite the products ``z`` [n, V] with scale · ∂loss/∂z; return (loss [n], lse [n]), zero where ignored.
@@ -148,8 +142,12 @@ def _is_plain(spec: LossSpec) -> bool:
 def products(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute h Wᵀ + b [n, V] in the inputs' dtype."""
     if bias is None:
-        return torch.mm(hidden, weight.t(), out=out)
+        multiply_add(out, hidden, weight.t(), first=True)
+        return out
     return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+ToGradients = Callable[[Tensor, Tensor, LossSpec, Tensor | float, bool], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -196,7 +194,7 @@ def logit_products(
     """
     need_hidden, need_weight, need_bias = needs
     total = by_row if by is None else by_row * by
-    if g.dtype == torch.float16 and not matmul_supports_fp32_out(g):  # the products would overflow float16
+    if g.dtype == torch.float16 and not supports_fp32_out(g):  # the products would overflow float16
         for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
             torch.mul(g[rows].float(), total[rows, None], out=g[rows])
         total = by_row = torch.ones_like(total)
@@ -206,28 +204,30 @@ def logit_products(
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         h = hidden * by_row[:, None].to(g.dtype)
         for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
-            torch.mul(matmul_acc(g[:, rows].t(), h), by, out=grad_weight[rows])
+            torch.mul(multiply(g[:, rows].t(), h), by, out=grad_weight[rows])
     elif need_weight:
         grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
     if need_hidden:
-        product = matmul_acc(g, weight, rounded=True)
+        product = multiply(g, weight, rounded=True)
         grad_hidden = product if product.dtype == g.dtype else torch.empty_like(product, dtype=g.dtype)
         torch.mul(product, total[:, None], out=grad_hidden)
     if need_bias:
         largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
-        grad_bias = matmul_acc(g.t(), (by_row / largest).to(g.dtype)[:, None], rounded=True)[:, 0] * largest
+        grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None], rounded=True)[:, 0] * largest
         grad_bias = (grad_bias if by is None else grad_bias * by).to(g.dtype)
     return grad_hidden, grad_weight, grad_bias
 
 
-def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
+def gradient_scale(
+    hidden: Tensor, logit_scale: float, factor: Tensor | float, in_kernel: bool = False
+) -> Tensor | float:
     """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
     Where products are rounded to 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by
-    the remaining power of two adds no rounding.
+    the remaining power of two adds no rounding. ``in_kernel``: also elsewhere, because it takes no pass of its own.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
-    if hidden.dtype in FULL_PRECISION or matmul_supports_fp32_out(hidden):
+    if hidden.dtype in FULL_PRECISION or (supports_fp32_out(hidden) and not in_kernel):
         return scale
     if not isinstance(factor, Tensor):
         return scale * math.frexp(factor)[0]
@@ -235,15 +235,15 @@ def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -
 
 
 def one_block(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
-    losses, lse, factor, grads = token_losses(x, spec, make_factor)
+    losses, lse, factor, grads = token_losses(x, spec, make_factor, to_gradients)
     return losses.sum() * factor, lse, factor, grads
 
 
 def token_losses(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (loss [N], lse [N], factor, logits' gradient), with the logits of all tokens at once.
 
@@ -253,9 +253,9 @@ def token_losses(
     (hidden, _, _, labels), rows = reference.select_rows(x, spec)
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale = gradient_scale(hidden, spec.logit_scale, factor)
+    scale = gradient_scale(hidden, spec.logit_scale, factor, to_gradients is not logits_to_gradients)
     loss, lse = (
-        put_rows(each, rows, len(x.labels)) for each in _logits_to_gradients(z, labels, spec, scale, x.bias is not None)
+        put_rows(each, rows, len(x.labels)) for each in to_gradients(z, labels, spec, scale, x.bias is not None)
     )
     return loss, lse, factor, LogitGrads(z, hidden, rows, scale)
 
@@ -299,13 +299,13 @@ class GradSums:
 
 
 def token_blocks(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
-    most = math.inf if matmul_supports_fp32_out(hidden) else 1.0
+    most = math.inf if supports_fp32_out(hidden) else 1.0
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.empty((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
@@ -316,7 +316,7 @@ def token_blocks(
     )
     room = spec.memory_budget
     if sums.grad_weight is not None:
-        fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNMENT * ALIGNMENT
+        fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNED * ALIGNED
         sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d)
         if fit < v:
             sums.rest = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
@@ -334,16 +334,16 @@ def token_blocks(
             for total in (sums.weight, sums.rest, sums.bias):
                 if total is not None:
                     total.zero_()
-        losses[rows], lse[rows] = _logits_to_gradients(z, labels[rows], spec, sums.scale, x.bias is not None)
+        losses[rows], lse[rows] = to_gradients(z, labels[rows], spec, sums.scale, x.bias is not None)
         if sums.hidden is not None:
-            sums.hidden[rows] = matmul_acc(z, x.weight, rounded=True).mul_(valid[rows, None])
+            sums.hidden[rows] = multiply(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:
             fit = sums.weight.shape[0]
-            add_product(sums.weight, z[:, :fit].t(), h)
+            multiply_add(sums.weight, z[:, :fit].t(), h)
             if sums.rest is not None:
-                add_product(sums.rest, z[:, fit:].t(), h)
+                multiply_add(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
-            sums.bias.add_(matmul_acc(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
+            sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
     return losses.sum() * factor, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 

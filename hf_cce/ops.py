@@ -93,7 +93,8 @@ def _backward(
         strategy.release()
         grads, lse = strategy.token_grads(saved, upstream), saved.in_token_order()
         if direct:
-            return recompute(x, spec, lse, saved.entropy, grads, triton)
+            tiles = triton and choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
+            return recompute(x, spec, lse, saved.entropy, grads, tiles)
         return recompute_by_operator(x, spec, lse, saved.entropy, grads)
 
     with compute_context(inputs.hidden):

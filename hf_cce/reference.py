@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import MIB
+from hf_cce.matmul import multiply_add
 from hf_cce.quantized import dense, scratch_per_row
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
@@ -37,30 +38,6 @@ for _dtype in (torch.float32, torch.float64):
 def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
     """Return a tenth of the logits' size, but at least ``MIN_SCRATCH_BYTES`` and at most the budget."""
     return min(memory_budget, max(MIN_SCRATCH_BYTES, n * v * itemsize // 10))
-
-
-def matmul_supports_fp32_out(x: Tensor) -> bool:
-    """Return True if matmul can write float32 results for 16-bit operands like ``x``."""
-    return x.is_cuda and torch.version.cuda is not None
-
-
-def matmul_acc(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
-    """Return a @ b in the accumulation dtype. Without float32 output, operands are converted; if ``rounded``, the product is."""
-    if a.dtype == accumulation_dtype(a.dtype):
-        return a @ b
-    if matmul_supports_fp32_out(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float() if rounded else a.float() @ b.float()
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a @ b in the dtype of ``total``, without converting CUDA operands."""
-    if a.dtype == total.dtype == b.dtype:
-        total.addmm_(a, b)
-    elif matmul_supports_fp32_out(a):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
@@ -234,7 +211,7 @@ def logit_stats_backward(
         rounded = g.to(hidden.dtype)
         if need_hidden:
             # Accumulated in float32: rounding each slab to 16 bits would be less accurate than one product over all of V.
-            add_product(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
+            multiply_add(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
         if need_weight:
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, g, rounded  # free them before the next slab is allocated

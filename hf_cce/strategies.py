@@ -261,19 +261,32 @@ class FullLogits(Strategy):
         return total * torch.where(items == 0, 0.0, items.reciprocal())
 
 
+def to_gradients(triton: bool) -> fallback.ToGradients:
+    """Return the function that overwrites rows of logits with their gradient."""
+    return kernels_module().logits_to_gradients if triton else fallback.logits_to_gradients
+
+
 class OnePass(Strategy):
-    """PyTorch fallback that computes gradients in the forward pass, up to a factor."""
+    """PyTorch multiplies, a kernel turns logits into gradients if ``triton``. The gradients are computed in the forward pass."""
+
+    def without_kernels(self) -> Strategy:
+        return OnePass(self.spec, self.divisor, False)
+
+    def warm_up_strategies(self) -> list[Strategy]:
+        return []  # a single kernel
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, (n, d), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
         dtype = x.hidden.dtype
-        one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
+        one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget, self.triton)
         # On a CPU, blocks of float32 logits are faster, because they stay in its cache. Their result, dW, takes more memory
         # than the logits of fewer tokens than D; a loop over losses would keep one dW for each.
-        one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION and n > d)
+        one &= any(spec.needs) and not (on_cpu and not self.triton and dtype in fallback.FULL_PRECISION and n > d)
         loop: Any = fallback.one_block if one else fallback.token_blocks
         # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
-        loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)))
+        loss, lse, factor, self.cache = loop(
+            x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)), to_gradients(self.triton)
+        )
         return (loss,), Saved(lse, factor=factor)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
@@ -320,25 +333,6 @@ class Exact(Recompute):
             return kernels.scale_precomputed_gradients(cache, x, spec, grad)
         grads = self.token_grads(saved, upstream)
         return kernels.logit_stats_backward(x, spec, saved.lse, None, grads, cache)
-
-
-class Materialized(Strategy):
-    """Triton kernels on one buffer of full logits [N, V]; for few tokens the low number of launches wins."""
-
-    def __init__(self, spec: LossSpec, divisor: Divisor, logits_dtype: torch.dtype) -> None:
-        super().__init__(spec, divisor, True)
-        self.logits_dtype = logits_dtype
-
-    def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        kernels, spec = kernels_module(), self.spec
-        # Launched before the label check, so that the GPU has work meanwhile.
-        logits = kernels.materialized_logits(x, self.logits_dtype)
-        factor = self.factor(x)
-        loss, self.cache = kernels.materialized_cross_entropy(logits, x, spec, factor)
-        return (loss,), Saved(self.cache.lse, factor=factor)
-
-    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
-        return kernels_module().materialized_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
 class Filtered(Strategy):
@@ -452,7 +446,9 @@ class TokenLosses(StoredStatistics):
     """
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        losses, lse, _, self.cache = fallback.token_losses(x, self.spec, lambda: self.factor(x))
+        losses, lse, _, self.cache = fallback.token_losses(
+            x, self.spec, lambda: self.factor(x), to_gradients(self.triton)
+        )
         return (*(lse.new_empty(0) for _ in LogitStats._fields), losses), Saved(lse)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:

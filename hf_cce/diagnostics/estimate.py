@@ -30,7 +30,7 @@ from hf_cce.dispatch import (
     FULL_LOGITS_MAX_FALLBACK,
     Problem,
     explain_dispatch,
-    materialized_bytes,
+    one_block_bytes,
 )
 
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
@@ -106,9 +106,8 @@ def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int 
     if variant == "full" or few_tokens:
         # The gradients of hidden states and weight are allocated after two of the three copies of the logits were freed.
         peak = max(BYTES_PER_LOGIT * logits, item_bytes * logits + gradient_bytes)
-    elif found.logits_dtype in (torch.bfloat16, torch.float16):
-        problem = Problem(*sizes, torch_dtype, torch.device("cuda"))
-        peak = materialized_bytes(problem, found.logits_dtype) + gradient_bytes
+    elif found.strategy == "one_pass" and torch_dtype.itemsize == 2:
+        peak = one_block_bytes(Problem(*sizes, torch_dtype, torch.device("cuda"))) + gradient_bytes
     else:  # the filter may rest; float32 logits of all tokens need no more
         peak = min(max(found.memory_budget, unfiltered.memory_budget), 4 * logits) + gradient_bytes
     return peak, gradient_bytes, few_tokens

@@ -9,7 +9,7 @@ Modules, roughly in the order of a training step:
         exp_cache       cache exponentials of the first columns, as far as the memory budget allows
         exp_products    compute gradients directly from exponentials of all columns
         token_groups    compute gradients in the forward pass, one group of tokens at a time
-    materialized    compute the scalar loss of few tokens from full logits
+    rows            compute losses and gradients from rows of full logits, which PyTorch computes
     filter/         gradient filter; its forward and backward pass are in run
     backward        for each vocabulary slab, reuse cached exponentials or recompute logits, then multiply
     launch_config   choose tile shapes and slab widths for the device
@@ -24,7 +24,5 @@ from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
 from hf_cce.kernels.loss import cross_entropy, exact_cross_entropy
-from hf_cce.kernels.materialized import compute_logits as materialized_logits
-from hf_cce.kernels.materialized import cross_entropy as materialized_cross_entropy
-from hf_cce.kernels.materialized import gradients as materialized_gradients
+from hf_cce.kernels.rows import logits_to_gradients
 from hf_cce.kernels.token_groups import PrecomputedGradients, scale_precomputed_gradients

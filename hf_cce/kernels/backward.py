@@ -27,8 +27,8 @@ from hf_cce.kernels.launch_config import (
     uses_hopper,
 )
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.matmul import ALIGNED, multiply_add
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
+from hf_cce.matmul import ALIGNED, multiply_add
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 

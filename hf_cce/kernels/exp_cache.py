@@ -21,8 +21,8 @@ from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.matmul import ALIGNED
 from hf_cce.kernels.tiles import softcap_slope
+from hf_cce.matmul import ALIGNED
 
 LOSS_LIMIT = tl.constexpr(60.0)  # nats; exp(LOSS_LIMIT) and exp(-LOSS_LIMIT) are well within bfloat16's range
 

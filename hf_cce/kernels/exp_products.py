@@ -22,7 +22,7 @@ from hf_cce.kernels.exp_cache import Factors
 from hf_cce.kernels.inputs import LogitInputs, Shape
 from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.matmul import multiply_add
+from hf_cce.matmul import multiply_add
 
 # Bytes of a float32 product: enough tiles to keep cuBLAS busy, small enough to stay in an H200's L2 cache until rounded.
 PRODUCT_BYTES = 32 << 20

@@ -24,7 +24,7 @@ from hf_cce.kernels.exp_products import (
 )
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.launch_config import Plan, ceil_div, row_major
-from hf_cce.kernels.matmul import multiply_add
+from hf_cce.matmul import multiply_add
 from hf_cce.spec import Inputs, LossSpec
 
 MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle

@@ -205,7 +205,7 @@ def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: 
     from hf_cce.kernels.filter.run import _add_dropped_to_hidden
     from hf_cce.kernels.filter.select import DroppedMass
     from hf_cce.kernels.launch_config import padded
-    from hf_cce.kernels.matmul import multiply_add
+    from hf_cce.matmul import multiply_add
 
     hidden, means, covariance = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
     token_mass = torch.randint(-9, 10, (3, n), device=DEVICE).float()

@@ -43,7 +43,7 @@ def make_config(strategy: str) -> CCEConfig:
     return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if strategy == "filtered" else None)
 
 
-@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized", "full"])
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block", "full"])
 def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
     if strategy == "full":  # a few tokens, computed by PyTorch
@@ -75,7 +75,7 @@ def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyP
     assert counts[strategy] == (18 if strategy != "full" else 0) and sum(counts.values()) == 2 * counts[strategy]
 
 
-@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block"])
 def test_two_streams_match_one_stream_bit_for_bit(
     strategy: str, monkeypatch: pytest.MonkeyPatch, forced: Counter[str]
 ) -> None:
@@ -141,7 +141,7 @@ def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.M
     assert 0 < states[1].stats()["kept"] < 1 and counts["filtered gradients"] == 18
 
 
-@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "materialized"])
+@pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block"])
 def test_a_cuda_graph_replays_a_step(strategy: str, forced: Counter[str]) -> None:
     """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
     hidden, weight, labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda")

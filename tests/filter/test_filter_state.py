@@ -399,7 +399,7 @@ def test_nothing_is_measured_without_a_state(counts: Counter[str], monkeypatch: 
 
 
 @cpu_only
-@pytest.mark.parametrize("strategy", ["filtered", "materialized", "exp_cache", "token_groups", "exact"])
+@pytest.mark.parametrize("strategy", ["filtered", "one_block", "exp_cache", "token_groups", "exact"])
 def test_a_second_backward_recomputes(strategy: str, forced: Counter[str]) -> None:
     """The first backward consumes the forward's results; there is no second derivative."""
     (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
@@ -415,14 +415,14 @@ def test_a_second_backward_recomputes(strategy: str, forced: Counter[str]) -> No
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
     assert forced[strategy] == 1
-    if strategy in ("filtered", "materialized", "token_groups"):
+    if strategy in ("filtered", "one_block", "token_groups"):
         assert forced[backward_counter(strategy)] == 1
     for a, b, name in zip(first, second, ("hidden", "weight"), strict=False):
         assert_accurate(b, a, a, name)
 
 
 @cpu_only
-@pytest.mark.parametrize("strategy", ["filtered", "materialized", "exp_cache", "token_groups", "exact", "portable"])
+@pytest.mark.parametrize("strategy", ["filtered", "one_block", "exp_cache", "token_groups", "exact", "portable"])
 def test_micro_batches_add_up(strategy: str, forced: Counter[str]) -> None:
     """Micro-batches run one after the other, or both losses before any gradient; they share one state."""
     (hidden, weight, _), labels = make_inputs(40, 16, 70, torch.float32)

@@ -13,25 +13,24 @@ import torch
 from losses import Inputs, Options, check_against_plain, fused_loss
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, kernels
+from hf_cce import CCEConfig, dispatch, fallback, kernels
 
-# "materialized": full logits in float32; "materialized16": full logits in the dtype of the inputs.
+# "one_block": PyTorch multiplies, and a kernel overwrites all logits with their gradient.
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
 # "exp_products": all columns are cached, and multiplied without a pass that turns them into gradients.
 # "token_groups": likewise, for one group of tokens at a time, in the forward pass.
 STRATEGIES = (
-    "materialized", "materialized16", "exp_cache", "partial_exp_cache", "exp_products", "token_groups", "filtered", "exact",
+    "one_block", "exp_cache", "partial_exp_cache", "exp_products", "token_groups", "filtered", "exact",
 )  # fmt: skip
 PRODUCT_STRATEGIES = ("exp_products", "token_groups")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
-    "materialized_cross_entropy": "materialized",
+    "logits_to_gradients": "one_block",
     "exact_cross_entropy": "",  # counted by what it saves
     "scale_precomputed_gradients": "precomputed gradients",
     "filtered_cross_entropy": "filtered",
     "cross_entropy": "exact",
-    "materialized_gradients": "materialized gradients",
     "filtered_gradients": "filtered gradients",
     "logit_stats_backward": "recomputed gradients",
 }
@@ -43,9 +42,7 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
     if strategy == "portable":
         return True
     if options.reduction == "none" or options.label_smoothing:
-        return strategy == "exact"
-    if strategy == "materialized16":
-        return dtype != torch.float32
+        return strategy == "exact" or (strategy == "one_block" and options.reduction != "none")
     if strategy in PRODUCT_STRATEGIES and options.bias and not options.frozen:  # the bias needs a gradient
         return False
     if strategy in ("exp_cache", "partial_exp_cache", *PRODUCT_STRATEGIES):
@@ -57,32 +54,26 @@ def dtype_for(strategy: str) -> torch.dtype:
     """Return float32, or a dtype that ``strategy`` supports: a GPU filters only bfloat16."""
     if strategy == "filtered" and DEVICE == "cuda":
         return torch.bfloat16
-    return torch.float16 if strategy == "materialized16" else torch.float32
+    return torch.float32
 
 
 def forward_counter(strategy: str) -> str:
     """Return the name under which ``count_strategies`` counts the forward of a strategy."""
-    own = {"partial_exp_cache": "exp_cache", "exp_products": "exp_cache", "materialized16": "materialized"}
+    own = {"partial_exp_cache": "exp_cache", "exp_products": "exp_cache"}
     return own.get(strategy, strategy)
 
 
 def backward_counter(strategy: str) -> str:
     """Return the name under which ``count_strategies`` counts the backward of a strategy."""
-    own = {"materialized": "materialized", "filtered": "filtered", "token_groups": "precomputed"}
+    own = {"one_block": "one_block", "filtered": "filtered", "token_groups": "precomputed"}
     return f"{own.get(forward_counter(strategy), 'recomputed')} gradients"
 
 
 def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[str]:
     """Route every scalar loss through ``strategy`` from now on, if it applies; return the count of each strategy."""
-
-    def materialized_dtype(p: dispatch.Problem, memory_budget: int, filtered: bool) -> torch.dtype | None:
-        dtype = {"materialized": torch.float32, "materialized16": p.dtype}.get(strategy)
-        fits = dtype is not None and 0 < dispatch.materialized_bytes(p, dtype) <= memory_budget
-        return dtype if fits else None
-
     monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if strategy == "filtered" else math.inf)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
-    monkeypatch.setattr(dispatch, "materialized_dtype", materialized_dtype)
+    monkeypatch.setattr(dispatch, "ONE_BLOCK_BYTES", math.inf if strategy == "one_block" else 0)
     from hf_cce.kernels import backward, exp_cache, exp_products, loss
 
     # With several slabs of the product. "exp_cache" has none, also with a frozen head.
@@ -122,6 +113,7 @@ def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return wrapper
 
+    monkeypatch.setattr(fallback, "logit_products", counting(fallback.logit_products, "one_block gradients"))
     for function, name in _COUNTER_OF_FUNCTION.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
     return counts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,12 +22,10 @@ from forced_strategies import (
 )
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_accurate, relative_error
-from peak_memory import PeakMemory
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, TeacherHead, linear_cross_entropy, linear_divergence, linear_log_probs
 from hf_cce import filter_state as state_module
-from hf_cce.spec import Inputs, LossSpec
 
 pytest.importorskip("triton")
 
@@ -38,9 +35,7 @@ def test_strided_labels_and_inputs(strategy: str, reduction: str, forced: Counte
     options = Options(bias=strategy not in ("filtered", *PRODUCT_STRATEGIES), reduction=reduction)
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
-    # cuBLAS rounds partial sums of small 16-bit products differently for our row layout. (Real products are large.)
-    shape = (600, 640, 4001) if strategy == "materialized16" and DEVICE == "cuda" else (37, 40, 131)
-    inputs, labels = make_inputs(*shape, dtype, DEVICE, bias=options.bias)
+    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         labels = torch.stack([labels, labels.flip(0)], 1)[:, 0]
@@ -100,9 +95,7 @@ def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_half_the_loss_has_half_the_gradients(strategy: str, forced: Counter[str]) -> None:
-    # Not float16: half of a subnormal number is rounded.
-    dtype = torch.float32 if strategy == "materialized16" else dtype_for(strategy)
-    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype, DEVICE)
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
     for whole, half in zip(
         *(scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True
     ):
@@ -289,34 +282,6 @@ def test_cached_columns_share_the_weight_gradient_buffer(
         assert shared < 1.1 * separate, name
 
 
-@pytest.mark.parametrize("n", [24, 40])
-def test_logits_of_few_tokens_are_freed_before_the_weight_gradient(n: int) -> None:
-    """With 24 tokens, logits are smaller than the weight's gradient; with 40 larger, and the gradient reuses their memory."""
-    from hf_cce.kernels import materialized
-
-    d, v, dtype = 64, 75, torch.float16
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, d, generator=g).to(DEVICE, dtype) for rows in (n, v))
-    labels = torch.randint(v, (n,), generator=g).to(DEVICE)
-    labels[::5] = -100
-    factor, x = torch.tensor(1.0 / n, device=DEVICE), Inputs(hidden, weight, None, labels)
-    spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, False))
-    _, saved = materialized.cross_entropy(materialized.compute_logits(x, torch.float32), x, spec, factor)
-    found = materialized.gradients(saved, x, spec, factor, factor * n * 64)
-    assert saved.logits is None
-
-    def plain(kind: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
-        logits = (leaves[0] @ leaves[1].t()).to(torch.promote_types(kind, torch.float32))
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * (64.0 / n)
-        return torch.autograd.grad(loss, leaves)
-
-    for name, actual, baseline, exact in zip(
-        ("hidden", "weight"), found, plain(dtype), plain(torch.float64), strict=False
-    ):
-        assert_accurate(actual, baseline, exact, name, dtype)
-
-
 def above_gradients(leaves: list[Tensor], loss: Callable[[], Tensor]) -> int:
     """Return the peak GPU memory of a step, excluding the gradients of ``leaves``."""
     for _ in range(2):  # the first step compiles and allocates cuBLAS's workspace
@@ -334,52 +299,14 @@ def test_16_bit_logits_are_as_accurate_as_those_of_pytorch(
     v: int, ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden size above 512 and an odd vocabulary; gradients of ignored tokens are zero."""
-    from hf_cce import kernels
-    from hf_cce.kernels import materialized
-
-    counts, made = force_strategy(monkeypatch, "materialized16"), []
-    real = materialized.compute_logits
-
-    def compute_logits(*given: Any) -> Tensor:
-        logits = real(*given)
-        if not logits.is_meta:  # the warm-up of a GPU with an empty cache
-            made.append((logits.dtype, logits.data_ptr() % 16, logits.stride(0) % 16))
-        return logits
-
-    monkeypatch.setattr(kernels, "materialized_logits", compute_logits)
+    counts = force_strategy(monkeypatch, "one_block")
     (hidden, weight, _), labels = make_inputs(70, 600, v, torch.float16, DEVICE, ignored=ignored)
     for options in (PLAIN, Options(0.7, 5.0, z_loss=1e-2), Options(reduction="sum")):
         inputs = (hidden, weight, None)
-        check_strategy("materialized16", inputs, labels, options, torch.float16, ignored)
-        found = loss_and_gradients(fused_loss(config_for("materialized16")), inputs, labels, options, torch.float16)
+        check_strategy("one_block", inputs, labels, options, torch.float16, ignored)
+        found = loss_and_gradients(fused_loss(config_for("one_block")), inputs, labels, options, torch.float16)
         assert not found["hidden"][labels == -100].any()
-    assert made == [(torch.float16, 0, 0)] * 6 and counts["materialized"] == counts["materialized gradients"] == 6
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts tensors in the interpreter; a GPU's allocator counts below")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_memory_of_16_bit_logits(dtype: torch.dtype) -> None:
-    """Peak above the gradients: only the logits, as requested from the budget, and no more than PyTorch's full logits."""
-    from hf_cce.kernels import materialized
-
-    n, d, v = 40, 24, 600
-    (hidden, weight, bias), labels = make_inputs(n, d, v, dtype, DEVICE, bias=True)
-    factor, given_inputs = torch.tensor(1.0 / n), Inputs(hidden, weight, bias, labels)
-    spec = LossSpec(-100, 1.0, 0.0, needs=(True, True, True))
-    left = 2 * (n * d + v * d + v)
-    vectors = 2 * 4 * n + 4 * v  # per-token statistics, and the bias's gradient before rounding
-    given = {x.untyped_storage()._cdata for x in (hidden, weight, bias, labels, factor) if x is not None}
-    with PeakMemory(given) as memory:
-        _, saved = materialized.cross_entropy(
-            materialized.compute_logits(given_inputs, dtype), given_inputs, spec, factor
-        )
-        found = materialized.gradients(saved, given_inputs, spec, factor, factor)
-    assert all(x is not None and x.dtype == dtype for x in found)
-    assert memory.peak - left <= 2 * n * (v + 15) + vectors
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    with PeakMemory(given) as plain:
-        plain_loss(leaves[0], leaves[1], leaves[2], labels, PLAIN).backward()
-    assert memory.peak < plain.peak
+    assert counts["one_block"] == counts["one_block gradients"] == 6
 
 
 @pytest.mark.gpu
@@ -394,6 +321,6 @@ def test_memory_of_16_bit_logits_on_the_gpu(
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     config = CCEConfig("triton", gradient_filter=None)
     ours = above_gradients(leaves, lambda: linear_cross_entropy(*leaves, labels, config=config))
-    assert counts["materialized"] == counts["materialized gradients"] == 2
-    assert 2 * n * v < ours <= 2 * n * (v + 15) + 4 * n * d * (v % 8 > 0) + 64 * n <= config.workspace_bytes(n)
+    assert counts["one_block"] == counts["one_block gradients"] == 2
+    assert 2 * n * v < ours <= 2 * n * (v + 15) + 12 * n * d + 64 * n <= config.workspace_bytes(n)
     assert ours <= above_gradients(leaves, lambda: plain_loss(*leaves, None, labels, PLAIN))

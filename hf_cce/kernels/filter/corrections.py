@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.matmul import multiply_add
+from hf_cce.matmul import multiply_add
 
 CENTERED_BYTES = 16 << 20  # size of the weight rows that are centered at a time
 RANK = tl.constexpr(16)  # the smallest number of columns that a tensor core multiplies

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import WeightCorrection
 from hf_cce.kernels.filter.select import DroppedMass, Kept
 from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
-from hf_cce.kernels.matmul import multiply_add
+from hf_cce.matmul import multiply_add
 
 # Rounding errors need a larger sample than filter errors, because a few tokens cause most of them.
 ROUNDED_TOKENS = 4 * MEASURED_TOKENS

@@ -28,7 +28,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
 from hf_cce.kernels.loss import total_loss
-from hf_cce.kernels.matmul import multiply_add
+from hf_cce.matmul import multiply_add
 from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
