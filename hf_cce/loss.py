@@ -241,6 +241,13 @@ def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig
     return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
 
 
+def rounds_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None) -> bool:
+    """Return True if losses of hidden_states [..., D] are computed from logits rounded to its dtype, as by PyTorch."""
+    device, dtype = hidden_states.device, hidden_states.dtype
+    implementation = dispatch.choose_implementation(device, dtype, checks.check_config(config).implementation)
+    return implementation == "portable" or prefers_full_logits(hidden_states, weight, config)
+
+
 def _prepare_inputs(
     x: Inputs, ignore_index: int, logit_scale: float, softcap: float | None, filter_state: FilterState | None
 ) -> tuple[Inputs, Form]:

@@ -30,7 +30,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe, SharedStorage
-from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
+from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs, rounds_logits
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
@@ -541,7 +541,10 @@ def _gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     rows = max(1, _scratch_bytes(r) // (2 * dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
     blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
     found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
-    found = scale * (found if bias is None else found + bias.to(dtype)[ids])
+    found = found if bias is None else found + bias.to(dtype)[ids]
+    if rounds_logits(hidden, weight, arguments["config"]):  # as do the statistics, with which these may be compared
+        found = found.to(hidden.dtype).to(dtype)
+    found = scale * found
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
 
 

@@ -269,6 +269,29 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("several", [False, True])
+def test_log_probabilities_of_nearly_certain_tokens_in_bfloat16(several: bool, scale: float) -> None:
+    """An entry and the logsumexp come from logits of the same rounding: a difference of 1/16 exceeds these log-probabilities."""
+    weight = torch.randn(V, 64, generator=torch.Generator().manual_seed(0)) / 8
+    chosen = weight[INDEX]
+    hidden = (16 / scale * chosen / chosen.square().sum(-1, keepdim=True)).bfloat16().requires_grad_()
+    weight, ids = weight.bfloat16(), INDEX[..., None]
+
+    def log_probs(logits: Any) -> Tensor:
+        z = logits * scale
+        return (
+            z.log_softmax(-1).gather(-1, ids.expand(-1, -1, 2))
+            if several
+            else z.gather(-1, ids) - z.logsumexp(-1, True)
+        )
+
+    exact = log_probs(F.linear(hidden.double(), weight.double()))
+    plain, found = log_probs(F.linear(hidden, weight).float()), log_probs(lazy_logits(hidden, weight).float())
+    assert exact.max() < 0 and exact.mean() > -0.03
+    assert_accurate(found, plain, exact, "log-probabilities")
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("name", "use_logits", "with_labels"), CASES)
 def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
