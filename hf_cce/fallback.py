@@ -439,10 +439,12 @@ def stored_gradients(
             del p  # free it before the next one is allocated
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
-            f = _processed(z[chunk], spec)
+            f = z[chunk] if _is_plain(spec) else _processed(z[chunk], spec, copy=False)
+            log_p = F.log_softmax(f, 1, dtype=lse.dtype)  # more accurate than z − lse, which matters if p(label) is close to 1
             some_entropy = None if entropy is None else entropy[chunk]
             of_chunk = grads.map(itemgetter(chunk))
-            z[chunk] = reference.logit_gradients(f, spec, lse[chunk], some_entropy, of_chunk, labels[chunk], 0, v)
+            z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
+            del f, log_p  # free them before the next ones are allocated
     return [
         put_rows(torch.mm(z, x.weight), stored.rows, len(x.hidden)) if need_hidden else None,
         torch.mm(z.t(), stored.hidden) if need_weight else None,

@@ -200,12 +200,13 @@ def logit_stats_backward(
     # Bytes per weight row: its float32 copy, and as much again that multi-threaded oneDNN takes for a 16-bit matmul.
     weight_copy = (8 * weight.shape[1] if is_16_bit else 0) + scratch_per_row(weight)
     sums = 4 * hidden.numel() if is_16_bit and need_hidden else 0  # bytes of the float32 accumulator of grad_hidden
-    copies = 1 + _keeps_logits(spec, grads) + (grads.entropy is not None)
+    copies = 1 + (spec.softcap > 0) + (grads.entropy is not None)
     width = _slab_width(hidden, v, copies, spec.memory_budget, weight_copy, sums)
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)
         z = _slab_logits(hidden, x, spec, start, stop)
-        g = logit_gradients(z, spec, lse, entropy, grads, labels, start, v)
+        log_p = z - lse[:, None] if spec.softcap else z.sub_(lse[:, None])
+        g = logit_gradients(log_p, z, spec, entropy, grads, labels, start, v)
         if need_bias:
             grad_bias[start:stop] = g.sum(0)
         rounded = g.to(hidden.dtype)
@@ -214,7 +215,7 @@ def logit_stats_backward(
             multiply_add(grad_hidden, rounded if g.is_cuda else g, dense(weight[start:stop]))
         if need_weight:
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
-        del z, g, rounded  # free them before the next slab is allocated
+        del z, log_p, g, rounded  # free them before the next slab is allocated
     grad_hidden = grad_hidden.to(hidden.dtype)
     return put_rows(grad_hidden, rows, n_all) if need_hidden else grad_hidden, grad_weight, grad_bias
 
@@ -260,28 +261,24 @@ def _labels_inside(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tenso
     return (labels >= start) & (labels < stop), (labels - start).clamp_(0, stop - start - 1)[:, None]
 
 
-def _keeps_logits(spec: LossSpec, grads: TokenGrads) -> bool:
-    """Return True if the logits' gradient needs the logits in addition to their exponentials."""
-    return grads.entropy is not None or spec.softcap > 0
-
-
 def logit_gradients(
+    log_p: Tensor,
     z: Tensor,
     spec: LossSpec,
-    lse: Tensor,
     entropy: Tensor | None,
     grads: TokenGrads,
     labels: Tensor,
     start: int,
     v: int,
 ) -> Tensor:
-    """Return the gradient of a slab of logits before scale and softcap; overwrites ``z``."""
-    g = (z - lse[:, None] if _keeps_logits(spec, grads) else z.sub_(lse[:, None])).exp_()
+    """Return the gradient of a slab of logits before scale and softcap; overwrites ``log_p`` and, with a softcap, ``z``."""
     if grads.entropy is not None and entropy is not None:
-        z.clamp_(min=-1e30)  # with z = −inf, p · z would be 0 · inf = NaN
-        g.mul_((z - (lse - entropy)[:, None]).mul_(-grads.entropy[:, None]).add_(grads.lse[:, None]))
+        g = log_p.exp()
+        # With p = 0, p · log p would be 0 · (−inf) = NaN.
+        centered = log_p.clamp_(min=-1e30).add_(entropy[:, None])
+        g.mul_(centered.mul_(-grads.entropy[:, None]).add_(grads.lse[:, None]))
     else:
-        g.mul_(grads.lse[:, None])
+        g = log_p.exp_().mul_(grads.lse[:, None])
     if grads.mean is not None:
         g.add_((grads.mean / v)[:, None])
     inside, columns = _labels_inside(labels, start, start + z.shape[1])

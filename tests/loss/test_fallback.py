@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, linear_log_probs, reference
 from hf_cce.dispatch import explain_dispatch
+from hf_cce.spec import accumulation_dtype
 
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
 
@@ -203,6 +204,34 @@ def test_entropy_gradients_with_ignored_tokens(budget: str, monkeypatch: pytest.
     found[0] = found[0][:8]
     for value, selected, true in zip(found, gradients(torch.float32, hidden[:8], labels[:8]), exact, strict=True):
         assert_accurate(value, selected, true, budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 1.4}, {"softcap": 40.0}], ids=str)
+def test_gradients_of_nearly_certain_tokens(options: dict[str, float], dtype: torch.dtype) -> None:
+    """p(label) − 1 is a difference of almost equal numbers, and so is the logit of the label minus the logsumexp."""
+    generator = torch.Generator().manual_seed(0)
+    labels, weight = torch.arange(64), torch.randn(199, 64, generator=generator) / 8
+    hidden = 20 * weight[:64] / weight[:64].square().sum(1, keepdim=True) / options.get("logit_scale", 1.0)
+    hidden, weight = (torch.cat((x, torch.full((len(x), 1), 5.0)), 1).to(dtype) for x in (hidden, weight))  # + 25
+
+    def gradients(by: tuple[float, float], dtype: torch.dtype, order: Tensor | None = None) -> list[Tensor]:
+        """Return our gradients or, with an ``order`` of the sums in the logits, plain ones."""
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        if order is None:
+            log_probs, entropy, *_ = linear_log_probs(*leaves, labels, entropy=True, **options)  # type: ignore[arg-type]
+            assert entropy is not None
+        else:
+            z = F.linear(*(x[:, order] for x in leaves)).to(accumulation_dtype(dtype)) * options.get("logit_scale", 1.0)
+            log_p = (40 * (z / 40).tanh() if "softcap" in options else z).log_softmax(-1)
+            log_probs, entropy = log_p[labels, labels], -(log_p.exp() * log_p).sum(-1)
+        return list(torch.autograd.grad((by[0] * log_probs + by[1] * entropy).mean(), leaves))
+
+    for by in (1.0, 0.0), (0.0, 1.0), (1.0, 0.01):
+        exact = gradients(by, torch.float64, torch.arange(65))
+        plain = [gradients(by, dtype, torch.randperm(65, generator=generator)) for _ in range(8)]
+        for ours, *baselines, true in zip(gradients(by, dtype), *plain, exact, strict=True):
+            assert_accurate(ours, baselines, true, f"{options} {by}")
 
 
 def test_dispatch_by_dtype_and_size() -> None:
