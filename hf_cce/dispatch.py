@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
-from hf_cce.matmul import ALIGNED, supports_fp32_out
+from hf_cce.matmul import supports_fp32_out
 from hf_cce.quantized import FrozenWeight
 from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
@@ -25,6 +25,7 @@ from hf_cce.strategies import (
     Filtered,
     FilteredStatistics,
     FullLogits,
+    OneBlock,
     OnePass,
     Recompute,
     Statistics,
@@ -92,6 +93,7 @@ WHY = {
     "full_logits": "few tokens: PyTorch's own loss on full logits is fastest and needs little memory",
     "filtered": "Triton kernels skip parts of the gradient that are close to zero",
     "exact": "Triton kernels compute the full gradient",
+    "one_block": "few tokens or float32: PyTorch multiplies, and kernels turn all logits into gradients, with few launches",
     "one_pass": "PyTorch multiplies, and gradients are computed in the forward pass, in blocks of tokens",
     "recompute": "PyTorch computes the logits twice, in slabs of the vocabulary",
 }
@@ -171,7 +173,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         return spec.memory_budget
     if strategy == "full_logits":
         return max(spec.memory_budget, BYTES_PER_LOGIT * p.tokens * p.vocab_size)
-    if strategy == "one_pass" and p.device.type != "cpu":
+    if strategy in ("one_pass", "one_block") and p.device.type != "cpu":
         # Room for blocks of logits and for the float32 accumulator of the weight's gradient.
         logits, head = p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
         least = spec.memory_budget
@@ -238,20 +240,26 @@ def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> D
     if implementation == "portable":
         if not one_pass_pays(p, spec):
             return Decision("recompute", implementation)
-        return Decision("one_pass", "triton" if runs_row_kernel(p, spec.implementation) else implementation)
+        if not runs_row_kernel(p, spec.implementation):
+            return Decision("one_pass", implementation)
+        one = any(spec.needs) and 0 < one_block_bytes(p) <= _budget(p, spec, "one_pass")
+        return Decision("one_block" if one else "one_pass", "triton")
     return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec)
 
 
 def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
     """Return the kernels' strategy without the filter."""
-    trains = spec.needs[0] or spec.needs[1]
-    few = trains and 0 < one_block_bytes(p) <= min(spec.memory_budget, ONE_BLOCK_BYTES)
-    return Decision("one_pass" if few else "exact", "triton")
+    return Decision("one_block" if any(spec.needs) and is_few(p, spec) else "exact", "triton")
+
+
+def is_few(p: Problem, spec: LossSpec) -> bool:
+    """Return True if the time goes into kernel launches, and all logits in the inputs' dtype fit the budget."""
+    return 0 < one_block_bytes(p) <= min(spec.memory_budget, ONE_BLOCK_BYTES)
 
 
 def one_block_bytes(p: Problem) -> int:
-    """Return the bytes of logits in the inputs' dtype, which their gradient overwrites."""
-    return p.tokens * p.dtype.itemsize * (p.vocab_size + -p.vocab_size % ALIGNED)
+    """Return the bytes of all logits in the inputs' dtype, which their gradient overwrites."""
+    return p.tokens * p.dtype.itemsize * (p.vocab_size + -p.vocab_size % 16)
 
 
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
@@ -297,12 +305,16 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
 def dispatch_statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool, state: FilterState | None
 ) -> Strategy:
-    """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``."""
+    """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``.
+
+    Without ``with_lse``, logsumexp and the label's logit are not needed.
+    """
     p = Problem.of(x)
     if prefers_full_logits(p, spec):
         return FullLogits(spec, SUM, False)
-    statistics = dispatch_fused_statistics(x, spec, wanted, with_lse=with_lse)
-    if state is None or not statistics.triton or not may_filter(p, spec, wanted):
+    filters = state is not None and may_filter(p, spec, wanted)
+    statistics = dispatch_fused_statistics(x, spec, wanted, with_lse=with_lse or filters)
+    if state is None or not filters or not statistics.triton:
         return statistics
     state = state.on(p.device)
     tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
@@ -312,23 +324,24 @@ def dispatch_statistics(
 def dispatch_fused_statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True, with_lse: bool = True
 ) -> Statistics:
-    """Return the strategy for exact per-token statistics, full logits excluded. The fallback may keep logits if allowed."""
+    """Return the strategy for exact per-token statistics, full logits excluded. They may keep logits if allowed."""
     p = Problem.of(x)
     remaining = _spec_after_dequantization(x, spec)
     if remaining is None:
         return Statistics(spec, wanted, False)
+    only_losses = keeps_logits and any(spec.needs) and not with_lse and not any(wanted)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
-        return Statistics(remaining, wanted, True)
+        few = only_losses and is_few(p, remaining)
+        return (TokenLosses if few else Statistics)(remaining, wanted, True)
     stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
     remaining = remaining._replace(memory_budget=stored + beside)
     if not (keeps_logits and fits):
         return Statistics(remaining, wanted, False)
-    # In 16 bits, the factors of the tokens would be rounded with the hidden states, for the gradients of weight and bias.
+    if only_losses and runs_row_kernel(p, spec.implementation):
+        return TokenLosses(remaining, wanted, True)
+    # In 16 bits, PyTorch would round the factors of the tokens with the hidden states, for the gradients of weight and bias.
     rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not supports_fp32_out(x.hidden))
-    only_losses = stored and not (with_lse or any(wanted) or rounds)
-    if not only_losses:
-        return StoredStatistics(remaining, wanted, False)
-    return TokenLosses(remaining, wanted, runs_row_kernel(p, spec.implementation))
+    return (TokenLosses if only_losses and not rounds else StoredStatistics)(remaining, wanted, False)
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
@@ -376,7 +389,7 @@ def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Div
     budget = _budget(p, spec, decision.strategy)
     if budget != spec.memory_budget:
         spec = spec._replace(memory_budget=budget)
-    kinds = {"one_pass": OnePass, "recompute": Recompute, "exact": Exact}
+    kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
     return kinds[decision.strategy](spec, divisor, decision.implementation == "triton")
 
 

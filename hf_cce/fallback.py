@@ -39,11 +39,9 @@ PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def fits_one_block(
-    tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int, in_place: bool = False
-) -> bool:
-    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype and, unless ``in_place``, float32 chunks."""
-    room = memory_budget if in_place else memory_budget - min(CHUNK_BYTES, memory_budget // 2)
+def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
+    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
+    room = memory_budget - min(CHUNK_BYTES, memory_budget // 2)
     if on_cpu:
         room = min(memory_budget // 2, max(ONE_BLOCK_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
@@ -218,16 +216,14 @@ def logit_products(
     return grad_hidden, grad_weight, grad_bias
 
 
-def gradient_scale(
-    hidden: Tensor, logit_scale: float, factor: Tensor | float, in_kernel: bool = False
-) -> Tensor | float:
+def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
     """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
     Where products are rounded to 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by
-    the remaining power of two adds no rounding. ``in_kernel``: also elsewhere, because it takes no pass of its own.
+    the remaining power of two adds no rounding.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
-    if hidden.dtype in FULL_PRECISION or (supports_fp32_out(hidden) and not in_kernel):
+    if hidden.dtype in FULL_PRECISION or supports_fp32_out(hidden):
         return scale
     if not isinstance(factor, Tensor):
         return scale * math.frexp(factor)[0]
@@ -235,15 +231,15 @@ def gradient_scale(
 
 
 def one_block(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
-    losses, lse, factor, grads = token_losses(x, spec, make_factor, to_gradients)
+    losses, lse, factor, grads = token_losses(x, spec, make_factor)
     return losses.sum() * factor, lse, factor, grads
 
 
 def token_losses(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (loss [N], lse [N], factor, logits' gradient), with the logits of all tokens at once.
 
@@ -253,9 +249,9 @@ def token_losses(
     (hidden, _, _, labels), rows = reference.select_rows(x, spec)
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale = gradient_scale(hidden, spec.logit_scale, factor, to_gradients is not logits_to_gradients)
+    scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = (
-        put_rows(each, rows, len(x.labels)) for each in to_gradients(z, labels, spec, scale, x.bias is not None)
+        put_rows(each, rows, len(x.labels)) for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
     )
     return loss, lse, factor, LogitGrads(z, hidden, rows, scale)
 
@@ -440,7 +436,9 @@ def stored_gradients(
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             f = z[chunk] if _is_plain(spec) else _processed(z[chunk], spec, copy=False)
-            log_p = F.log_softmax(f, 1, dtype=lse.dtype)  # more accurate than z − lse, which matters if p(label) is close to 1
+            log_p = F.log_softmax(
+                f, 1, dtype=lse.dtype
+            )  # more accurate than z − lse, which matters if p(label) is close to 1
             some_entropy = None if entropy is None else entropy[chunk]
             of_chunk = grads.map(itemgetter(chunk))
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)

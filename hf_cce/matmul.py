@@ -45,6 +45,11 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> No
         total.addmm_(a, b)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a · b in the dtype of ``a``, rounded once."""
+    return multiply(a, b).to(a.dtype) if _unaligned_tail(a.shape[1], a.stride(1), a) else a @ b
+
+
 def multiply(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
     """Return a · b in the accumulation dtype. ``rounded``: if it cannot be computed from 16-bit operands, it may be rounded."""
     acc_dtype = accumulation_dtype(a.dtype)

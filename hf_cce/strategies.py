@@ -261,38 +261,50 @@ class FullLogits(Strategy):
         return total * torch.where(items == 0, 0.0, items.reciprocal())
 
 
-def to_gradients(triton: bool) -> fallback.ToGradients:
-    """Return the function that overwrites rows of logits with their gradient."""
-    return kernels_module().logits_to_gradients if triton else fallback.logits_to_gradients
-
-
 class OnePass(Strategy):
-    """PyTorch multiplies, a kernel turns logits into gradients if ``triton``. The gradients are computed in the forward pass."""
+    """PyTorch multiplies blocks of logits, which a kernel turns into gradients if ``triton``, in the forward pass."""
 
     def without_kernels(self) -> Strategy:
         return OnePass(self.spec, self.divisor, False)
 
-    def warm_up_strategies(self) -> list[Strategy]:
-        return []  # a single kernel
-
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, (n, d), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
-        dtype = x.hidden.dtype
-        one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget, self.triton)
+        dtype, options = x.hidden.dtype, list[Any]()
+        one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
         # On a CPU, blocks of float32 logits are faster, because they stay in its cache. Their result, dW, takes more memory
         # than the logits of fewer tokens than D; a loop over losses would keep one dW for each.
-        one &= any(spec.needs) and not (on_cpu and not self.triton and dtype in fallback.FULL_PRECISION and n > d)
+        one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION and n > d)
         loop: Any = fallback.one_block if one else fallback.token_blocks
+        if self.triton:
+            loop, options = fallback.token_blocks, [kernels_module().logits_to_gradients]
         # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
-        loss, lse, factor, self.cache = loop(
-            x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)), to_gradients(self.triton)
-        )
+        loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)), *options)
         return (loss,), Saved(lse, factor=factor)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         assert upstream[0] is not None
         grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
         return cache.finalize(x, spec, saved.lse, saved.factor, grad)
+
+
+class OneBlock(Strategy):
+    """PyTorch multiplies all tokens at once, and kernels turn logits into losses and gradients: the fewest launches."""
+
+    def without_kernels(self) -> Strategy:
+        return OnePass(self.spec, self.divisor, False)
+
+    def warm_up_strategies(self) -> list[Strategy]:
+        return []  # two small kernels
+
+    def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
+        kernels = kernels_module()
+        logits = kernels.all_logits(x)  # launched before the label check, so that the GPU has work meanwhile
+        factor = self.factor(x)
+        self.cache = kernels.row_losses(logits, x.labels, self.spec)
+        return (self.cache.loss.sum() * factor,), Saved(self.cache.lse, factor=factor)
+
+    def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
+        return kernels_module().row_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
 class Recompute(Strategy):
@@ -440,15 +452,20 @@ class StoredStatistics(Statistics):
 
 
 class TokenLosses(StoredStatistics):
-    """−log p(label) of each token in PyTorch, with its gradient computed in the forward pass, up to a factor of each token.
+    """−log p(label) of each token; the logits are overwritten with its gradient, which the backward pass multiplies.
 
     The outputs are as those of ``StoredStatistics``; only the last has a gradient, and the others may be empty.
     """
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        losses, lse, _, self.cache = fallback.token_losses(
-            x, self.spec, lambda: self.factor(x), to_gradients(self.triton)
-        )
+        if self.triton:
+            kernels = kernels_module()
+            logits = kernels.all_logits(x)
+            self.factor(x)
+            self.cache = kernels.row_losses(logits, x.labels, self.spec)
+            losses, lse = self.cache.loss, self.cache.lse
+        else:
+            losses, lse, _, self.cache = fallback.token_losses(x, self.spec, lambda: self.factor(x))
         return (*(lse.new_empty(0) for _ in LogitStats._fields), losses), Saved(lse)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -456,6 +473,8 @@ class TokenLosses(StoredStatistics):
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         assert upstream[6] is not None
+        if self.triton:
+            return kernels_module().row_gradients(cache, x, spec, upstream[6])
         return cache.finalize_by_token(x, spec, upstream[6])
 
 

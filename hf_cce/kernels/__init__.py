@@ -24,5 +24,6 @@ from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
 from hf_cce.kernels.loss import cross_entropy, exact_cross_entropy
-from hf_cce.kernels.rows import logits_to_gradients
+from hf_cce.kernels.rows import all_logits, logits_to_gradients, row_losses
+from hf_cce.kernels.rows import gradients as row_gradients
 from hf_cce.kernels.token_groups import PrecomputedGradients, scale_precomputed_gradients

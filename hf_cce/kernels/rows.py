@@ -1,19 +1,23 @@
-"""Losses of tokens from rows of full logits, which are overwritten with their gradient.
+"""Losses of tokens, and their gradients, from rows of full logits.
 
-PyTorch multiplies, and one kernel does the rest. This takes the fewest launches, and float32 products are faster in cuBLAS.
+PyTorch multiplies, and one kernel for each direction does the rest. This takes the fewest launches, and cuBLAS is faster than
+Triton for float32.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.launch_config import padded
+from hf_cce.kernels.launch_config import empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, softcapped
-from hf_cce.spec import LossSpec
+from hf_cce.matmul import multiply_add, product
+from hf_cce.spec import Inputs, LossSpec
 
 
 @triton.jit
@@ -27,11 +31,12 @@ def _scaled(x, logit_scale, softcap):
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_loss_kernel(
-    logits,  # [N, V], before scale and softcap; rows `stride` apart; if GRADIENT, overwritten with ∂loss/∂logits · scale
+    logits,  # [N, V], before scale and softcap; rows `stride` apart
     labels,  # [N]
     loss,  # [N], written; zero where the label is ignored
     lse,  # [N], likewise
-    factor,  # scalar factor of the gradient, or None
+    largest,  # [N], written; lse − largest is log_total
+    log_total,  # [N], written
     vocab_size,
     stride,
     ignore_index,
@@ -39,24 +44,15 @@ def _row_loss_kernel(
     softcap,
     label_smoothing,
     z_loss,
-    scale,
-    GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     label = tl.load(labels + row)
-    start = logits + row.to(tl.int64) * stride
     if label == ignore_index:
         tl.store(loss + row, 0.0)
         tl.store(lse + row, 0.0)
-        if GRADIENT:
-            for first in range(0, vocab_size, BLOCK):
-                cols = first + tl.arange(0, BLOCK)
-                tl.store(start + cols, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=cols < vocab_size)
         return
-    in_vocab = (label >= 0) & (label < vocab_size)
-    # Loaded before the first reduction, which all threads wait for: later, another thread may have overwritten it.
-    at_label = _scaled(tl.load(start + label, mask=in_vocab, other=0.0), logit_scale, softcap)
+    start = logits + row.to(tl.int64) * stride
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
@@ -70,48 +66,133 @@ def _row_loss_kernel(
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(top - safe) + tl.exp(x - safe)
         top = new
-    largest = tl.max(top, 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    log_total = tl.log(tl.sum(total * tl.exp(top - largest), 0))
-    row_lse = largest + log_total
-    row_loss = log_total - (at_label - largest)  # of numbers that are as small as possible
+    row_largest = tl.max(top, 0)
+    row_largest = tl.where(row_largest == float("-inf"), 0.0, row_largest)
+    row_log_total = tl.log(tl.sum(total * tl.exp(top - row_largest), 0))
+    row_lse = row_largest + row_log_total
+    in_vocab = (label >= 0) & (label < vocab_size)
+    at_label = _scaled(tl.load(start + label, mask=in_vocab, other=0.0), logit_scale, softcap)
+    row_loss = row_log_total - (at_label - row_largest)  # more accurate than lse − z if p(label) is close to 1
     if label_smoothing is not None:
         row_loss += label_smoothing * (at_label - tl.sum(sum_x, 0) / vocab_size)
     if z_loss is not None:
         row_loss += z_loss * row_lse * row_lse
     tl.store(loss + row, row_loss)
     tl.store(lse + row, row_lse)
-    if GRADIENT:
-        g = logit_scale * scale
-        if factor is not None:
-            g *= tl.load(factor).to(tl.float32)
-        of_p = g
-        if z_loss is not None:
-            of_p += g * 2.0 * z_loss * row_lse
-        of_label = g
-        everywhere = 0.0
-        if label_smoothing is not None:
-            of_label = g * (1.0 - label_smoothing)
-            everywhere = g * label_smoothing / vocab_size
-        for first in range(0, vocab_size, BLOCK):
-            cols = first + tl.arange(0, BLOCK)
-            x = _scaled(tl.load(start + cols, mask=cols < vocab_size, other=0.0), logit_scale, softcap)
-            gradient = tl.exp((x - largest) - log_total) * of_p - tl.where(cols == label, of_label, 0.0) - everywhere
-            if softcap is not None:
-                gradient *= softcap_slope(x, softcap)
-            tl.store(start + cols, gradient.to(logits.dtype.element_ty), mask=cols < vocab_size)
+    tl.store(largest + row, row_largest)
+    tl.store(log_total + row, row_log_total)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["ignore_index"])
+def _row_gradient_kernel(
+    logits,  # [N, V], as in _row_loss_kernel; overwritten with their gradient
+    labels,  # [N]
+    largest,  # [N]
+    log_total,  # [N]
+    grad,  # [N] or scalar
+    factor,  # scalar, or None: 1
+    vocab_size,
+    stride,
+    grad_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    label_smoothing,
+    z_loss,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    label = tl.load(labels + row)
+    valid = label != ignore_index
+    start = logits + row.to(tl.int64) * stride
+    row_largest = tl.load(largest + row)
+    row_log_total = tl.load(log_total + row)
+    of_label = tl.load(grad + row * grad_stride).to(tl.float32) * logit_scale
+    if factor is not None:
+        of_label *= tl.load(factor).to(tl.float32)
+    of_p = of_label
+    if z_loss is not None:
+        of_p *= 1.0 + 2.0 * z_loss * (row_largest + row_log_total)
+    everywhere = 0.0
+    if label_smoothing is not None:
+        everywhere = of_label * label_smoothing / vocab_size
+        of_label *= 1.0 - label_smoothing
+    for first in range(0, vocab_size, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = _scaled(tl.load(start + cols, mask=cols < vocab_size, other=0.0), logit_scale, softcap)
+        gradient = (
+            tl.exp((x - row_largest) - row_log_total) * of_p - tl.where(cols == label, of_label, 0.0) - everywhere
+        )
+        if softcap is not None:
+            gradient *= softcap_slope(x, softcap)
+        gradient = tl.where(valid, gradient, 0.0)
+        tl.store(start + cols, gradient.to(logits.dtype.element_ty), mask=cols < vocab_size)
+
+
+class RowLosses(NamedTuple):
+    """Losses of tokens, and what their gradient needs: p = exp(z − largest − log_total)."""
+
+    loss: Tensor  # [N], zero where ignored
+    lse: Tensor  # [N], zero where ignored
+    largest: Tensor  # [N]
+    log_total: Tensor  # [N]
+    logits: Tensor  # [N, V]
+
+
+def all_logits(x: Inputs) -> Tensor:
+    """Return h Wᵀ + b [N, V] in the inputs' dtype, with aligned rows. No labels are needed, so they may be checked meanwhile."""
+    logits = empty_slab(x.hidden, x.hidden.shape[0], x.weight.shape[0])
+    if x.bias is not None:
+        logits.copy_(x.bias)
+    multiply_add(logits, x.hidden, x.weight.t(), first=x.bias is None)
+    return logits
+
+
+def row_losses(logits: Tensor, labels: Tensor, spec: LossSpec) -> RowLosses:
+    n, v = logits.shape
+    vectors = torch.empty((4, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
+    if n:
+        _row_loss_kernel[(n,)](logits, labels, *vectors, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8)
+    loss, lse, largest, log_total = vectors
+    return RowLosses(loss, lse, largest, log_total, logits)
+
+
+def _options(spec: LossSpec) -> tuple[int, float, float | None, float | None, float | None]:
+    return spec.ignore_index, spec.logit_scale, spec.softcap or None, spec.label_smoothing or None, spec.z_loss or None
+
+
+def row_gradients(
+    rows: RowLosses, labels: Tensor, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
+) -> Tensor:
+    """Overwrite the logits with their gradient for upstream gradients ``grad`` [N] or a scalar, times a scalar ``factor``."""
+    logits = rows.logits
+    n, v = logits.shape
+    if n:
+        _row_gradient_kernel[(n,)](
+            logits, labels, rows.largest, rows.log_total, grad, factor, v, logits.stride(0),
+            grad.stride(0) if grad.dim() else 0, *_options(spec), BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+    return logits
 
 
 def logits_to_gradients(
     z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float, has_bias: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as ``hf_cce.fallback.logits_to_gradients`` in one launch. ``has_bias`` makes no difference."""
-    n, v = z.shape
-    loss, lse = torch.empty((2, padded(n)), device=z.device, dtype=torch.float32)[:, :n].unbind()
-    if n:
-        factor, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
-        _row_loss_kernel[(n,)](
-            z, labels, loss, lse, factor, v, z.stride(0), spec.ignore_index, spec.logit_scale, spec.softcap or None,
-            spec.label_smoothing or None, spec.z_loss or None, number, GRADIENT=any(spec.needs), BLOCK=2048, num_warps=8,
-        )  # fmt: skip
-    return loss, lse
+    """Compute the same as ``hf_cce.fallback.logits_to_gradients``. ``has_bias`` makes no difference."""
+    rows = row_losses(z, labels, spec)
+    if any(spec.needs):
+        row_gradients(rows, labels, spec, torch.full((), scale, device=z.device) if isinstance(scale, float) else scale)
+    return rows.loss, rows.lse
+
+
+def gradients(
+    rows: RowLosses, x: Inputs, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden, weight and bias, None if not needed; for ``grad`` and ``factor`` see ``row_gradients``."""
+    g, (need_hidden, need_weight, need_bias) = row_gradients(rows, x.labels, spec, grad, factor), spec.needs
+    return (
+        product(g, x.weight) if need_hidden else None,
+        g.t() @ x.hidden if need_weight else None,
+        g.sum(0, dtype=torch.float32).to(x.weight.dtype) if need_bias else None,
+    )

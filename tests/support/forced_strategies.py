@@ -13,7 +13,7 @@ import torch
 from losses import Inputs, Options, check_against_plain, fused_loss
 from torch import Tensor
 
-from hf_cce import CCEConfig, dispatch, fallback, kernels
+from hf_cce import CCEConfig, dispatch, kernels
 
 # "one_block": PyTorch multiplies, and a kernel overwrites all logits with their gradient.
 # "partial_exp_cache": the first slab, one tile wide, is cached, and the others are computed twice.
@@ -26,7 +26,8 @@ PRODUCT_STRATEGIES = ("exp_products", "token_groups")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEEPS_ALL = 1e-9  # a gradient_filter that drops only zeros
 _COUNTER_OF_FUNCTION = {
-    "logits_to_gradients": "one_block",
+    "row_losses": "one_block",
+    "row_gradients": "one_block gradients",
     "exact_cross_entropy": "",  # counted by what it saves
     "scale_precomputed_gradients": "precomputed gradients",
     "filtered_cross_entropy": "filtered",
@@ -42,7 +43,7 @@ def applies(strategy: str, options: Options, dtype: torch.dtype) -> bool:
     if strategy == "portable":
         return True
     if options.reduction == "none" or options.label_smoothing:
-        return strategy == "exact" or (strategy == "one_block" and options.reduction != "none")
+        return strategy in ("exact", "one_block")
     if strategy in PRODUCT_STRATEGIES and options.bias and not options.frozen:  # the bias needs a gradient
         return False
     if strategy in ("exp_cache", "partial_exp_cache", *PRODUCT_STRATEGIES):
@@ -113,7 +114,6 @@ def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return wrapper
 
-    monkeypatch.setattr(fallback, "logit_products", counting(fallback.logit_products, "one_block gradients"))
     for function, name in _COUNTER_OF_FUNCTION.items():
         monkeypatch.setattr(kernels, function, counting(getattr(kernels, function), name))
     return counts

@@ -22,7 +22,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
 from hf_cce.kernels.launcher import OPTIONS, Kernel
 from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
-from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OnePass, Statistics, Strategy
+from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
 
 Step = Callable[[], None]
 Launch = Callable[[Any, dict[str, Any], Callable[[], Any]], None]
@@ -96,10 +96,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "grouped, trained": (exact(spec, 1280), x._replace(weight=weight.new_empty((v + 80_000, d)))),
         "whole cache": (exact(spec, 16 << 10), x),
         "recomputed": (exact(biased._replace(label_smoothing=0.1)), with_bias),
-        "full logits": (
-            OnePass(biased._replace(memory_budget=1 << 40), items, True),
-            few._replace(bias=with_bias.bias),
-        ),
+        "full logits": (OneBlock(biased, items, True), few._replace(bias=with_bias.bias)),
         "statistics": (Statistics(biased, every, True), with_bias),
     }
     if dtype == torch.bfloat16:  # GPUs filter no other
