@@ -49,6 +49,9 @@ ONE_BLOCK_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
+FULL_LOGITS_MAX_OPTIONS = (
+    16_000_000  # with a softcap, label smoothing or a z-loss, which the kernels compute in the same launches
+)
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10
@@ -155,6 +158,9 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     if not falls_back and torch.cuda.is_initialized():  # an absent GPU stands for one that runs the kernels
         falls_back = choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
     most = FULL_LOGITS_MAX_FALLBACK if falls_back and p.dtype != torch.bfloat16 else FULL_LOGITS_MAX
+    if any(spec.needs) and runs_row_kernel(p, spec.implementation):
+        options = spec.softcap or spec.label_smoothing or spec.z_loss
+        most = FULL_LOGITS_MAX_OPTIONS if options else FULL_LOGITS_MAX
     if odd or logits > most or p.dtype == torch.float64:
         return False
     if falls_back and spec.auto_budget:
