@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command import Result, hf_cce
-from numerics import assert_accurate, budget
+from numerics import assert_all_accurate, budget
 
 from hf_cce.diagnostics import gradcheck as diagnostics
 
@@ -88,8 +88,7 @@ def test_chunked_reference_matches_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = diagnostics.make_inputs(SMALL, EVERYTHING, torch.float32, CPU)
     whole = diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64)
     monkeypatch.setattr(diagnostics, "CHUNK_BYTES", 8 * 67 * 3)
-    for name, x in diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64).items():
-        assert_accurate(x, whole[name], whole[name], name, torch.float64)
+    assert_all_accurate(diagnostics.with_full_logits(inputs, EVERYTHING, torch.float64), whole, whole)
 
 
 @pytest.mark.parametrize("factor", [1.001, math.nan])

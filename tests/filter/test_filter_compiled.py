@@ -20,7 +20,7 @@ from forced_strategies import (
 )
 from losses import PLAIN, make_inputs
 from models import batch, module_state, tiny_llama
-from numerics import assert_accurate, relative_error
+from numerics import assert_accurate, assert_all_accurate, relative_error
 from test_filter_state import COUNTS, KEYS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -155,8 +155,7 @@ def test_a_checkpoint_in_the_graph(filtered: Any) -> None:
     expected = torch.autograd.grad(loss_of(2 * hidden, weight, labels, FilterState(), FILTERED), (hidden, weight))
     state = FilterState()
     actual = torch.autograd.grad(compile(checkpointed)[0](hidden, weight, labels, state), (hidden, weight))
-    for name, a, b in zip(("hidden", "weight"), actual, expected, strict=True):
-        assert_accurate(a, b, b, name)
+    assert_all_accurate(actual, expected, expected)
     assert state.stats()["kept"] < 1
 
 
@@ -210,10 +209,9 @@ def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> No
     models = [apply_cce(copy.deepcopy(plain), implementation="triton", gradient_filter=0.05) for _ in range(2)]
     compiled, counter = compile(models[1])
     eager_losses, losses = train(models[0], models[0]), train(models[1], compiled)
-    for ours, eager in zip(losses, eager_losses, strict=True):
-        assert_accurate(ours, eager, eager, "loss")
-    for (name, ours), eager in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert_accurate(ours, eager, eager, name)
+    assert_all_accurate(losses, eager_losses, eager_losses, "loss")
+    eager, ours = (dict(model.named_parameters()) for model in models)
+    assert_all_accurate(ours, eager, eager)
     expected, counted = models[0].cce_stats(), models[1].cce_stats()
     assert set(counted) == COUNTS | KEYS and counted["traced"] and 0 < counted["kept"] < 1
     assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}

@@ -25,7 +25,7 @@ from divergences import (
     teacher_logits,
     top_k,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, dispatch, divergence_passes, divergence_rows, linear_divergence
@@ -169,8 +169,7 @@ def test_reverse_kl_in_float16_from_a_teacher_that_rules_tokens_out() -> None:
         if fused:
             loss = linear_divergence(*leaves, logits, kind="reverse_kl")
         found.append([loss, *gradients(64 * loss, leaves, x)])
-    for exact, baseline, actual in zip(*found, strict=True):
-        assert_accurate(actual, baseline, exact, "reverse KL", torch.float16)
+    assert_all_accurate(*reversed(found), dtype=torch.float16)
 
 
 def test_teacher_logits_of_minus_infinity() -> None:
@@ -191,8 +190,7 @@ def test_teacher_logits_of_minus_infinity() -> None:
             found.append([loss.mean(), *gradients(loss.mean(), leaves, x)])
         leaves = x.student(torch.float32)
         loss = linear_divergence(*leaves, logits, kind=kind)  # type: ignore[arg-type]
-        for exact, baseline, actual in zip(*found, [loss, *gradients(loss, leaves, x)], strict=True):
-            assert_accurate(actual, baseline, exact, kind)
+        assert_all_accurate([loss, *gradients(loss, leaves, x)], *reversed(found), kind)
 
 
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
@@ -210,9 +208,9 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
         leaves = x.student(dtype)
         loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta)  # type: ignore[arg-type]
         found.append([loss, *gradients(loss, leaves, x)])
-    for exact, baseline, actual, zero in zip(*found, strict=True):
-        assert_accurate(actual, baseline, exact, f"{case} {tail}")
-        assert not zero.any()
+    exact, baseline, actual, zeros = found
+    assert_all_accurate(actual, baseline, exact)
+    assert not any(zero.any() for zero in zeros)
 
 
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
@@ -307,8 +305,7 @@ def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: tor
         leaves = x.student(torch.float64)
         loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, mask=x.mask)  # type: ignore[arg-type]
         found.append([loss, *gradients(loss, leaves, x)])
-    for expected, actual in zip(*found, strict=True):
-        assert_accurate(actual, expected, expected, f"{case} {form}")
+    assert_all_accurate(found[1], found[0], found[0])
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -20,7 +20,7 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, linear_log_probs, reference
@@ -79,8 +79,7 @@ def test_z_loss_with_a_bias_of_minus_infinity_at_id_0(loop: str, monkeypatch: py
         rows = labels != -100 if removed else slice(None)
         loss = linear_cross_entropy(x[0][rows], x[1], labels[rows], bias=x[2], z_loss=1e-2)
         found.append([loss, *torch.autograd.grad(loss, x)])
-    for name, exact, baseline, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=True):
-        assert_accurate(actual, baseline, exact, name)
+    assert_all_accurate(*reversed(found))
 
 
 def test_recomputed_logits_are_rounded_as_before() -> None:
@@ -115,8 +114,7 @@ def test_float16_with_a_grad_scaler(frozen: bool, loop: str, fp32_out: bool, mon
     ours = fused_loss(SMALL_BUDGET)
     for scale in (1.0, 65536.0):
         found, baselines = (gradients(loss, torch.float16, scale) for loss in (ours, plain_loss))
-        for a, baseline, exact in zip(found, baselines, gradients(plain_loss, torch.float64, scale), strict=True):
-            assert_accurate(a, baseline, exact, f"scale {scale}")
+        assert_all_accurate(found, baselines, gradients(plain_loss, torch.float64, scale), f"scale {scale}")
     for a, baseline in zip(
         gradients(ours, torch.float16, 2.0**30), gradients(plain_loss, torch.float16, 2.0**30), strict=True
     ):
@@ -202,8 +200,7 @@ def test_entropy_gradients_with_ignored_tokens(budget: str, monkeypatch: pytest.
     found, exact = gradients(torch.float32, hidden, labels), gradients(torch.float64, hidden[:8], labels[:8])
     assert not found[0][8:].any()
     found[0] = found[0][:8]
-    for value, selected, true in zip(found, gradients(torch.float32, hidden[:8], labels[:8]), exact, strict=True):
-        assert_accurate(value, selected, true, budget)
+    assert_all_accurate(found, gradients(torch.float32, hidden[:8], labels[:8]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from forced_strategies import DEVICE, KEEPS_ALL, force_strategy, trained_like_inputs
 from losses import make_inputs
-from numerics import assert_accurate, relative_error
+from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -91,8 +91,8 @@ def test_matches_unfiltered_if_all_tiles_are_kept(
         ours = run(torch.float32, state)
         assert len(filtered) == step + 1
         for backward in range(2):
-            for i, (a, t, e) in enumerate(zip(ours[backward], baseline[backward], exact[backward], strict=True)):
-                assert_accurate(a, t, e, f"{name}: {i} of step {step}, backward {backward}")
+            where = f"step {step}, backward {backward}"
+            assert_all_accurate(ours[backward], baseline[backward], exact[backward], where)
     assert name == "entropy" or state.stats()["kept"] > 0
 
 
@@ -108,8 +108,7 @@ def test_error_of_dropped_tiles_is_bounded() -> None:
     stats = state.stats()
     assert 0 < stats["kept"] < 1, stats
     assert torch.equal(ours[2], exact[2])
-    for a, b, e in zip(ours[:2], exact[:2], true[:2], strict=True):
-        assert_accurate(a, b, e, "statistics", torch.bfloat16)
+    assert_all_accurate(ours[:2], exact[:2], true[:2], "statistics", torch.bfloat16)
     assert relative_error(ours[3], true[3]) <= 0.05 + relative_error(exact[3], true[3])
 
 

@@ -25,7 +25,7 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -171,8 +171,7 @@ def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) 
     weight.grad.mul_(100)  # in place, as gradient clipping does
     hidden.grad = weight.grad = None
     loss.backward()
-    for name, one, other in zip(("hidden", "weight"), first, (hidden.grad, weight.grad), strict=True):
-        assert_accurate(other, one, one, name)
+    assert_all_accurate((hidden.grad, weight.grad), first, first)
     (gradient,) = torch.autograd.grad(
         linear_cross_entropy(hidden, weight, labels, **options).sum(), hidden, create_graph=True
     )
@@ -268,8 +267,7 @@ def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
     expected = loss_and_gradients(loss, inputs, labels, options, torch.float32)
     actual = loss_and_gradients(compiled, inputs, labels, options, torch.float32)
     exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    for name in expected:
-        assert_accurate(actual[name], expected[name], exact[name], name)
+    assert_all_accurate(actual, expected, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -371,13 +369,10 @@ def test_log_probs_and_statistics(
     baseline, _ = run(plain, dtype)
     actual, fused_top1 = run(fused, dtype)
     assert len(stored) == (way == "stored")
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logit", "logsumexp", "hidden", "weight", "bias")
-    for name, a, t, e in zip(names, actual, baseline, exact, strict=False):
-        assert_accurate(a, t, e, name, dtype)
+    assert_all_accurate(actual, baseline, exact, dtype=dtype)
     if way == "stored":  # without a gradient, in blocks of tokens that share one buffer
         with torch.no_grad():
-            for name, a, t, e in zip(names, fused(*inputs)[0], baseline, exact, strict=False):
-                assert_accurate(a, t, e, f"{name} in blocks", dtype)
+            assert_all_accurate(fused(*inputs)[0], baseline[:5], exact[:5], "in blocks", dtype)
     assert fused_top1.dtype == torch.bool and top1.any()
     # bfloat16 rounding creates ties, and either winner is correct
     assert (fused_top1 != top1).sum() <= (0 if dtype != torch.bfloat16 else 2)
@@ -438,8 +433,7 @@ def test_bias_of_minus_infinity_masks_entries_of_loss_and_entropy(
         return [loss, entropy, *torch.autograd.grad(entropy.sum(), h)]
 
     exact, baseline, actual = outcome(plain, torch.float64), outcome(plain, dtype), outcome(ours, dtype)
-    for name, a, t, e in zip(("loss", "entropy", "hidden"), actual, baseline, exact, strict=True):
-        assert_accurate(a, t, e, name)
+    assert_all_accurate(actual, baseline, exact)
 
 
 def test_nan_in_the_hidden_states_gives_a_nan_loss() -> None:

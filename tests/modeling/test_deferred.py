@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB_SIZE, KeepFloat64, logits_made
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
@@ -305,9 +305,7 @@ def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], wi
         assert torch.equal(actual[0], twin[0])
         return
     assert_accurate(actual[0], twin[0], exact[0], name, torch.float32)
-    assert len(actual[1]) == len(exact[1])
-    for position, (grad, other, best) in enumerate(zip(actual[1], twin[1], exact[1], strict=True)):
-        assert_accurate(grad, other, best, f"{name}: gradient {position}")
+    assert_all_accurate(actual[1], twin[1], exact[1], f"{name}: gradient")
 
 
 @pytest.mark.parametrize("name", FUSED_OPS)
@@ -450,9 +448,7 @@ def test_other_operations_materialize(name: str, dtype: torch.dtype) -> None:
     if isinstance(expected, (float, list)):
         assert actual == expected
         return
-    assert len(grads) == len(expected_grads)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_accurate(grad, expected_grad, expected_grad, name)  # products of one token differ by rounding
+    assert_all_accurate(grads, expected_grads, expected_grads, name)  # products of one token differ by rounding
     if name == "one token":
         assert_accurate(actual, expected, expected, name)
     else:
@@ -482,8 +478,7 @@ def test_materialize_matches_forward(name: str, dtype: torch.dtype) -> None:
     # Slices are multiplied as slices; another shape may sum in another order, which changes only the rounding.
     exact = run_on_logits(use_logits, torch.float64, False)
     assert_accurate(actual.materialize(), expected, exact[0], name, dtype)
-    for grad, twin, reference in zip(grads, expected_grads, exact[1], strict=True):
-        assert_accurate(grad, twin, reference, name, dtype)
+    assert_all_accurate(grads, expected_grads, exact[1], name, dtype)
 
 
 ATTRIBUTES = "shape ndim dtype device requires_grad is_cuda is_leaf layout"
@@ -558,8 +553,7 @@ def test_gradients_after_reading_under_no_grad(then: Callable[[Any], Any], fused
 
     expected, actual = run_on_logits(use_logits, torch.float32, False), run_on_logits(use_logits, torch.float32, True)
     assert len(actual[1]) == 3 and actual[2].fused == fused
-    for grad, twin in zip(actual[1], expected[1], strict=True):
-        assert_accurate(grad, twin, twin, "gradient")
+    assert_all_accurate(actual[1], expected[1], expected[1], "gradient")
 
 
 @pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
@@ -653,8 +647,8 @@ def test_class_weights_under_autocast() -> None:
     exact, twin = run_in_float64(use_logits), run_on_logits(use_logits, torch.bfloat16, False)
     actual = run_on_logits(use_logits, torch.bfloat16, True)
     assert actual[2].fused == 1 and actual[2].stats.materialized == 0
-    for found, other, best in zip((actual[0], *actual[1]), (twin[0], *twin[1]), (exact[0], *exact[1]), strict=True):
-        assert_accurate(found, other, best, "class weights under autocast", torch.bfloat16)
+    results = ((result, *grads) for result, grads in (actual[:2], twin[:2], exact))
+    assert_all_accurate(*results, "class weights under autocast", torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from models import (
     tiny_llama,
     twins,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
@@ -71,8 +71,7 @@ def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(m
     for with_entropy in (True, True, False, False, True):
         passes.clear()
         results = [loss_and_gradients(each, with_entropy) for each in (patched, plain, exact)]
-        for actual, baseline, best in zip(*results, strict=True):
-            assert_accurate(actual, baseline, best, f"entropy {with_entropy}")
+        assert_all_accurate(*results, f"entropy {with_entropy}")
         found.append(passes.copy())
     assert found == [[False, True], [True], [True], [False], [False, True]]
 
@@ -248,8 +247,7 @@ def test_torch_func_transforms_get_full_logits() -> None:
 
     with cce_warnings() as messages:
         expected, found = gradients(plain), gradients(patched)
-    for name, value in expected.items():
-        assert_accurate(found[name], value, value, name)
+    assert_all_accurate(found, expected, expected)
     assert stats(patched).missed == 1 and "torch.func" in messages[0]
     assert_same_training(patched, plain, batch())  # and without a transform the loss is fused
     assert stats(patched).fused

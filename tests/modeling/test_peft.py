@@ -28,7 +28,7 @@ from models import (
     tiny_llama,
     with_open_gates,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from torch._dynamo.testing import CompileCounter
 
 from hf_cce import apply_cce, remove_cce
@@ -257,9 +257,7 @@ def test_autograd_functions_inside_the_head(what: str) -> None:
     reference = loss_and_grads(float64_copy(build()), batch(), double=True)
     assert len(fired) == (0 if what == "velora" else 3)
     assert stats(patched).materialized == (what != "velora")
-    assert actual.keys() == twin.keys()
-    for name, value in actual.items():
-        assert_accurate(value, twin[name], reference[name], name, torch.float32)
+    assert_all_accurate(actual, twin, reference)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "dora dropout"])
@@ -298,8 +296,7 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
     per_adapter = 2 if kind == "lora" else 3
     assert sum("lora" in name for name in actual) == per_adapter * (2 if how == "two adapters" else 1)
     rounding = torch.float32 if how == "two adapters" else torch.bfloat16
-    for name, value in actual.items():
-        assert_accurate(value, twin[name], reference[name], name, rounding)
+    assert_all_accurate(actual, twin, reference, dtype=rounding)
 
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])

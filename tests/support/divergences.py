@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numerics import assert_accurate
+from numerics import assert_all_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
@@ -151,5 +151,4 @@ def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, devic
         leaves = x.student(kind)
         loss = function(x, leaves, case, config) if function is fused_divergence else function(x, leaves, case)  # type: ignore
         found.append([loss, *gradients(loss, leaves, x)])
-    for name, exact, baseline, actual in zip(("loss", "hidden", "weight", "bias"), *found, strict=False):
-        assert_accurate(actual, baseline, exact, f"{case} {name}", dtype)
+    assert_all_accurate(*reversed(found), str(case), dtype)

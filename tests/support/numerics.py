@@ -7,6 +7,8 @@ tests, such as those that compare whole training runs, set their own tolerance.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,3 +64,15 @@ def assert_accurate(
         budget(max(relative_error(each, exact) for each in baselines), dtype),
     )
     assert error <= allowed, f"{what}: relative error {error:.2e} exceeds {allowed:.2e}"
+
+
+def assert_all_accurate(
+    actual: Any, baseline: Any, exact: Any, what: str = "", dtype: torch.dtype | None = None
+) -> None:
+    """Run ``assert_accurate`` for each tensor of three sequences of equal length, or of three dictionaries, by name."""
+    if isinstance(actual, dict):
+        assert actual.keys() == baseline.keys() <= exact.keys()
+    else:
+        assert len(actual) == len(baseline) == len(exact)
+    for key in actual if isinstance(actual, dict) else range(len(actual)):
+        assert_accurate(actual[key], baseline[key], exact[key], f"{what} {key}", dtype)

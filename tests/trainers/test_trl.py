@@ -15,7 +15,7 @@ import transformers
 from accelerate import hooks
 from forced_strategies import KEEPS_ALL, force_strategy
 from models import cce_warnings, logits_made, stats, tiny_llama
-from numerics import assert_accurate, budget, relative_error
+from numerics import assert_accurate, assert_all_accurate, budget, relative_error
 
 from hf_cce import CCECallback, CCEConfig, apply_cce
 from hf_cce.deferred.logits import lazy_logits
@@ -366,8 +366,7 @@ def test_trl_functions_on_deferred_logits(how: str) -> None:
 
     call = trl_patch.TrainingCall(labels=False)
     exact, twin, ours = answer(torch.float64, False), answer(torch.float32, False), answer(torch.float32, True)
-    for number, (a, t, e) in enumerate(zip(ours, twin, exact, strict=True)):
-        assert_accurate(a, t, e, str(number))
+    assert_all_accurate(ours, twin, exact)
     assert bool(call.stats.materialized) == (how == "negative")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import stats, tiny_llama
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 from test_callback import custom_loss
 from test_trl import STEPS, common, datasets, run, text, tokenizer, trl
 
@@ -126,8 +126,7 @@ def assert_as_trl(folder: Path, mode: Mode, **options: Any) -> tuple[Any, list[s
     for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         mine, other = (torch.tensor(evaluation[key]) for evaluation in (our_evaluation, their_evaluation))
         assert_accurate(mine, other, other, key, torch.float32)
-    for key, value in their_weights.items():
-        assert_accurate(our_weights[key], value, value, key)
+    assert_all_accurate(our_weights, their_weights, their_weights)
     return trainer, messages
 
 

@@ -31,7 +31,7 @@ from losses import (
     make_inputs,
     plain_loss,
 )
-from numerics import assert_accurate
+from numerics import assert_accurate, assert_all_accurate
 
 from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
@@ -193,8 +193,7 @@ def test_more_than_4_billion_logits(strategy: str, forced: Counter[str]) -> None
     exact, baseline = (
         loss_and_gradients(plain_loss, inputs, labels, PLAIN, dtype) for dtype in (torch.float64, torch.bfloat16)
     )
-    for name, value in actual.items():
-        assert_accurate(value, baseline[name], exact[name], f"{strategy}: {name}", torch.bfloat16)
+    assert_all_accurate(actual, baseline, exact, strategy, torch.bfloat16)
 
 
 @pytest.mark.gpu
