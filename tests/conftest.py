@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -66,6 +67,13 @@ def release_gpu_memory() -> Iterator[None]:
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """Forget what earlier tests compiled, so that a test's graphs do not depend on them."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import replicate
 
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
@@ -131,7 +132,6 @@ def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     for model in (plain, patched):
         model.loss_type = model.loss_type or "ForCausalLM"  # GPT-2 has none; Transformers' warning would stop Dynamo
         model(**inputs)  # the first call of Transformers' MoE models installs hooks behind a lock
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, dynamic=dynamic, backend=counter)
     try:
@@ -154,31 +154,6 @@ def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
     remove_cce(compiled)
     torch.compile(plain)  # leaves its own marker on the model
-    assert module_state(patched) == module_state(plain)
-
-
-@pytest.mark.parametrize("family", ["llama", "granite"])
-def test_torch_compile_of_step_function(family: str) -> None:
-    """Dynamo traces the hooks into the user's graph."""
-    plain, patched = twins(family)
-    inputs = {**batch(), "use_cache": False}
-    torch._dynamo.reset()
-    counter = CompileCounter()
-
-    def step(model: Any, **inputs: Any) -> torch.Tensor:
-        return 2.0 * model(**inputs).loss
-
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
-    losses = []
-    for _ in range(4):
-        losses.append(compiled(patched, **inputs))
-        patched.eval()(**inputs)  # eager calls between compiled ones do not cause another graph
-        patched.train()
-    assert counter.frame_count == 1 and stats(patched).traced and stats(patched).fused == 4
-    assert_accurate(losses[-1], step(plain, **inputs), step(float64_copy(plain), **inputs), "loss")
-    assert_same_training(patched, plain, batch())
-    compiled(patched, **inputs)
-    remove_cce(patched)
     assert module_state(patched) == module_state(plain)
 
 
@@ -215,7 +190,6 @@ def test_traced_again(what: str) -> None:
             torch._dynamo.graph_break()
         return loss * 1.0
 
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(step, dynamic=what == "dynamic", backend=counter)
     losses, frames = [], []
@@ -229,22 +203,28 @@ def test_traced_again(what: str) -> None:
         assert_accurate(patched.lm_head.weight.grad, plain.lm_head.weight.grad, plain.lm_head.weight.grad, "gradient")
 
 
-def test_eager_calls_between_compiled_ones() -> None:
-    """They leave the head's forward as the graph expects it, so nothing is compiled again."""
-    plain, patched = twins()
-    inputs = {**batch(), "use_cache": False}
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(model_loss, fullgraph=True, backend=counter)
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_eager_calls_between_compiled_ones(family: str) -> None:
+    """They leave the head's forward as the graph of a step function expects it, so nothing is compiled again."""
+    plain, patched = twins(family)
+    inputs, counter = {**batch(), "use_cache": False}, CompileCounter()
+
+    def step(model: Any) -> torch.Tensor:
+        return 2.0 * model(**inputs).loss
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
     for _ in range(3):
         apply_cce(patched)  # as CCECallback does at each train()
-        compiled(patched, inputs).backward()
+        loss = compiled(patched)
+        loss.backward()
+        assert_accurate(loss, step(plain), step(float64_copy(plain)), "loss")
         assert_same_training(patched, plain, batch())
         assert torch.equal(patched.eval()(**batch()).logits, plain(**batch()).logits)
         patched.generate(batch()["input_ids"], max_new_tokens=2)
         patched.train()
-    assert counter.frame_count == 1
+    assert counter.frame_count == 1 and stats(patched).traced
     assert_fused(patched, calls=6)
+    compiled(patched)
     remove_cce(patched)
     assert module_state(patched) == module_state(plain)
 
@@ -253,38 +233,47 @@ def test_compiled_call_leaves_a_head_that_cannot_defer_as_it_was() -> None:
     """A forward of ours around the head's would hide what tensor parallelism has put there."""
     patched = apply_cce(tiny_llama())
     patched.lm_head._hf_tp_plan = "colwise"
-    torch._dynamo.reset()
     with pytest.warns(UserWarning, match="a head under tensor parallelism"):
         torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
     assert "forward" not in patched.lm_head.__dict__
 
 
-@pytest.mark.parametrize("reason", ["needs the full logits", "computes more than one linear layer"])
-def test_compiled_call_that_needs_full_logits_warns(reason: str) -> None:
+class OwnLinear(nn.Linear):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize(
+    "reason", ["needs the full logits", "computes more than one linear layer", "OwnLinear, which is not a plain"]
+)
+def test_compiled_call_that_needs_full_logits_warns_once(reason: str) -> None:
+    """The warning comes while tracing, and the model stays a single graph."""
     plain, patched = twins()
     for model in (plain, patched):
         if reason == "needs the full logits":
             model.loss_function = lambda logits, labels, **_: (1.0 - logits.float()).square().mean()
+        elif "OwnLinear" in reason:
+            model.lm_head.__class__ = OwnLinear
         else:  # in a graph, this adapter's own product cannot be deferred
             torch.manual_seed(0)
             get_peft_model(model, OFTConfig(target_modules=["lm_head"], oft_block_size=4))
-    torch._dynamo.reset()
-    compiled = torch.compile(model_loss, fullgraph=True, backend="eager")
-    with pytest.warns(UserWarning, match=reason):
-        assert_same_training(
-            patched,
-            plain,
-            {**batch(), "use_cache": False},
-            loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x),
-        )
-    assert stats(patched).fused == 0
+    counter, inputs = CompileCounter(), {**batch(), "use_cache": False}
+    compiled = torch.compile(patched, fullgraph=True, backend=counter)
+    with cce_warnings() as messages:
+        for _ in range(2):
+            assert_same_training(
+                patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model)(**x).loss
+            )
+    (message,) = messages
+    assert reason in message and "fell back to full logits" in message and counter.frame_count == 1
+    assert (compiled(**inputs).logits is None) == (reason == "needs the full logits")
+    assert stats(patched).calls == stats(patched).fused == 0 and not stats(patched).traced
 
 
 def test_models_that_share_a_head_are_compiled_once() -> None:
     first, second = tiny_llama(), tiny_llama()
     second.lm_head = first.lm_head
     apply_cce(first), apply_cce(second)
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = [torch.compile(model, backend=counter) for model in (first, second)]
     for _ in range(3):
@@ -324,13 +313,11 @@ def test_compiled_model_inside_patched_model(compiled: str) -> None:
 def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
     """The head inside the adapter still has the forward that the graph gave to it."""
     plain, patched = twins()
-    torch._dynamo.reset()
     torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
-    config = LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **trained})
-    torch.manual_seed(0)
-    plain = get_peft_model(plain, config)
-    torch.manual_seed(0)
-    patched = get_peft_model(patched, config)
+    options = {"target_modules": ["q_proj"], "init_lora_weights": False, **trained}
+    config = LoraConfig(task_type="CAUSAL_LM", **options)
+    plain, patched = (get_peft_model(model, config) for model in (plain, patched))
+    patched.load_state_dict(plain.state_dict())
     assert_same_training(patched, plain, batch())
     assert_fused(patched)
     remove_cce(patched)
@@ -400,17 +387,11 @@ def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any], tmp
 
 
 def replica_of(model: nn.Module) -> Any:
-    """Build a replica as torch.nn.parallel.replicate does, without moving it."""
-    modules = list(model.modules())
-    replicas = [module._replicate_for_data_parallel() for module in modules]
-    for module, replica in zip(modules, replicas, strict=True):
-        for name, child in module._modules.items():
-            setattr(replica, name, replicas[modules.index(child)])
-        for name, parameter in module._parameters.items():
-            object.__setattr__(replica, name, None if parameter is None else parameter * 1)
-        for name, buffer in module._buffers.items():
-            replica._buffers[name] = buffer
-    return replicas[0]
+    """Return a replica as DataParallel makes it, on the CPU: copies of the tensors take the place of those sent to a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        copies = lambda tensors, devices, detach=False: [[tensor * 1 for tensor in tensors]]  # noqa: E731
+        patch.setattr(sys.modules[replicate.__module__], "_broadcast_coalesced_reshape", copies)
+        return replicate(model, [0])[0]
 
 
 def test_data_parallel_replica_returns_tensors() -> None:
@@ -429,7 +410,6 @@ def test_data_parallel_replica_returns_tensors() -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head(lora: bool) -> None:
     model = apply_cce(tiny_llama())
-    torch._dynamo.reset()
     torch.compile(model_loss, backend="eager")(model, {**batch(), "use_cache": False})
     if lora:
         get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
@@ -465,7 +445,6 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
     """The hooks call the forward that the graph gave to the head."""
     hooks = pytest.importorskip("accelerate.hooks")
     plain, patched = twins()
-    torch._dynamo.reset()
     compiled = torch.compile(model_loss, backend="eager")
     inputs = {**batch(), "use_cache": False}
     compiled(patched, inputs)
@@ -550,25 +529,3 @@ def test_head_on_another_device(head_on: str) -> None:
         for name, value in actual.items():
             assert value.device == twin[name].device
             assert_accurate(value, twin[name], reference[name], name)
-
-
-def test_compiled_full_logits_warn_once_while_tracing() -> None:
-    """The warning appears in a plain loop too, and the model stays a single graph."""
-
-    class Mine(nn.Linear):
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden_states)
-
-    model, inputs = tiny_llama(), {**batch(), "use_cache": False}
-    model.lm_head = Mine(32, 99, bias=False)
-    patched = apply_cce(model)
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(patched, fullgraph=True, backend=counter)
-    with cce_warnings() as messages:
-        for _ in range(4):
-            output = compiled(**inputs)
-    (message,) = messages
-    assert "Mine, which is not a plain torch.nn.Linear" in message and "fell back to full logits" in message
-    assert counter.frame_count == 1 and isinstance(output.logits, torch.Tensor)
-    assert not stats(patched).traced and stats(patched).calls == 0

@@ -89,7 +89,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate:
         "labels": torch.randint(99, (2, 16)),
     }
     distributed.destroy_process_group()
-    torch._dynamo.reset()
 
 
 def add_trl(stand_ins: dict[str, Any]) -> None:

@@ -40,7 +40,6 @@ FILTERED = CCEConfig("triton", gradient_filter=0.05)
 @pytest.fixture(autouse=True)
 def filtered(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Filter losses of any size without pausing; return the count of each strategy."""
-    torch.compiler.reset()
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     return force_strategy(monkeypatch, "filtered")
 

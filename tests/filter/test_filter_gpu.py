@@ -123,7 +123,6 @@ def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.M
         config = make_config("filtered")
         return linear_cross_entropy(2 * hidden, weight, labels, config=config, filter_state=state)
 
-    torch.compiler.reset()
     compiled = torch.compile(loss_of, fullgraph=True, mode=mode)
     leaves, states = leaves_of(hidden, weight), (FilterState(), FilterState())
     for number in range(9):

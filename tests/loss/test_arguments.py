@@ -76,7 +76,6 @@ def test_argument_checks_read_no_tensor() -> None:
 
 def test_changing_options_compile_without_a_graph_break() -> None:
     """Dynamo turns a changing number into a symbol; the checks must compare it without a graph break."""
-    torch.compiler.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     for scale in (0.5, 0.75, 1.25, 1.5):
         options = dict(logit_scale=scale, softcap=10 * scale, z_loss=scale / 10, label_smoothing=scale / 5)

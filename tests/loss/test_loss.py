@@ -234,7 +234,6 @@ def test_a_changing_number_of_items_does_not_recompile(half: float) -> None:
     def loss(items: float) -> torch.Tensor:
         return linear_cross_entropy(hidden, weight, labels, num_items_in_batch=items)
 
-    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, fullgraph=True, backend=counter)
     for items in range(11, 20):
@@ -248,7 +247,6 @@ def test_compiled_gradients_of_column_major_hidden_states() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         inputs, labels = make_inputs(30, 16, 99, dtype)
         turned = inputs[0].t().contiguous().t().requires_grad_()
-        torch.compiler.reset()
         torch.compile(linear_cross_entropy, fullgraph=True)(turned, inputs[1], labels).backward()
         exact, baseline = (
             torch.autograd.grad(plain_loss(hidden, inputs[1].to(hidden.dtype), None, labels, PLAIN), hidden)[0]
@@ -262,7 +260,6 @@ def test_compiled_gradients_of_column_major_hidden_states() -> None:
 def test_compiles_without_a_graph_break(options: Options, backend: str) -> None:
     inputs, labels = make_inputs(40, 16, 99, torch.float32, bias=options.bias)
     loss = fused_loss()
-    torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     expected = loss_and_gradients(loss, inputs, labels, options, torch.float32)
     actual = loss_and_gradients(compiled, inputs, labels, options, torch.float32)
