@@ -7,7 +7,6 @@ With DEVICE ("cpu" or "cuda") and DTYPE ("float32" or "bfloat16"), a larger Llam
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import transformers
 from models import FAMILIES, batch, cce_warnings, float64_copy, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
 from peft import LoraConfig, get_peft_model
+from processes import finish
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -422,11 +422,7 @@ def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:
     results = run_engines(list(engines or ENGINES), whole)
     if not engines:
         results["vocab_parallel"] = sharded_vocabulary_results()
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(results), "utf-8")
-    dist.barrier()  # no rank closes its connections while another one uses them
-    dist.destroy_process_group()
-    os._exit(0)  # on a busy machine, a thread of gloo may outlive the interpreter, which then aborts
+    finish(path, results)
 
 
 if __name__ == "__main__":

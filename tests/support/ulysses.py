@@ -7,7 +7,6 @@ DeepSpeed can set this up only once per process, so the same model is run first 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from deepspeed.utils import safe_get_full_grad
 from models import LENGTH, batch, float64_copy, loss_and_grads, stats, tiny_llama
 from numerics import relative_error
+from processes import finish
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
@@ -80,10 +80,7 @@ def main(path: Path, stage: int) -> None:
         "twin": {name: relative_error(value, expected[name]) for name, value in twin.items()},
         "stats": {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")},
     }
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(result), "utf-8")
-    dist.barrier()
-    os._exit(0)  # DeepSpeed's threads would abort the process
+    finish(path, result)
 
 
 if __name__ == "__main__":

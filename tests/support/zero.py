@@ -5,7 +5,6 @@ usage: torchrun --nproc-per-node 2 tests/support/zero.py OUT.json [cuda]
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from models import FAMILIES, batch, cce_warnings, float64_copy, head_of, loss_and_grads, stats
 from numerics import relative_error
+from processes import finish
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,7 +45,7 @@ def skip_shared_memory_extension() -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """Count collectives by name."""
+    """Count collectives by name, without the module hooks of torch's CommDebugMode, which fail under DeepSpeed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,10 +220,7 @@ def main(path: Path, device: str = "cpu") -> None:
             traceback.print_exc()
             results[case] = {"failed": f"{type(error).__name__}: {error}"}
         dist.barrier()
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(results), "utf-8")
-    dist.barrier()
-    os._exit(0)  # DeepSpeed's threads would abort the process
+    finish(path, results)
 
 
 if __name__ == "__main__":
