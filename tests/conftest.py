@@ -93,6 +93,14 @@ def forced(strategy: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Provide a process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
     """Reset accelerate's state before and after a test: it is per process and holds the precision, for example."""
     state = pytest.importorskip("accelerate.state").AcceleratorState

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 import transformers
 from models import (
     assert_fused,
@@ -368,22 +367,15 @@ def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any], tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
-    try:
-        options = {"target_modules": ["q_proj"], **trained}
-        model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **options))
-        policy = fsdp_auto_wrap_policy(model)
-        wrapped = apply_cce(
-            FullyShardedDataParallel(
-                model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-            )
-        )
-        with cce_warnings() as messages:
-            wrapped(**batch()).loss.backward()
-        assert len(messages) == 1 and "is a separate FSDP1 unit" in messages[0]
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any]) -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **trained})
+    model = get_peft_model(tiny_llama(), config)
+    options = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "device_id": torch.device("cpu")}
+    wrapped = apply_cce(FullyShardedDataParallel(model, use_orig_params=True, **options))
+    with cce_warnings() as messages:
+        wrapped(**batch()).loss.backward()
+    assert len(messages) == 1 and "is a separate FSDP1 unit" in messages[0]
 
 
 def replica_of(model: nn.Module) -> Any:

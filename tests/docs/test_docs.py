@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -51,12 +50,13 @@ WITH_CODE = [page for page in PAGES if code_of(page)]
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Iterator[dict[str, Any]]:
+def stand_ins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None, one_rank: None
+) -> dict[str, Any]:
     """Provide the names a page assumes, offline: tiny models and a tokenizer with 93 entries replace those on the hub."""
     import torch
     import transformers
     from test_trl import tokenizer
-    from torch import distributed
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -74,9 +74,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate:
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compiled(*args, **{"backend": "aot_eager"} | options)
     )  # avoids the C++ compiler
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     input_ids = torch.randint(99, (2, 16))
-    yield {
+    return {
         **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "Trainer")},
         "TrainingArguments": partial(transformers.TrainingArguments, max_steps=1, report_to=[], save_strategy="no"),
         "model": model(),
@@ -88,7 +87,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate:
         "weight": torch.randn(99, 64, requires_grad=True),
         "labels": torch.randint(99, (2, 16)),
     }
-    distributed.destroy_process_group()
 
 
 def add_trl(stand_ins: dict[str, Any]) -> None:

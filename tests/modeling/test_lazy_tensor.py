@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models import batch, cce_warnings, logits_made, loss_and_grads, stats, tiny_llama, twins
 from numerics import assert_accurate, assert_all_accurate
@@ -372,7 +371,6 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
 @pytest.mark.parametrize("view", [False, True])
 def test_compiled_hook_that_writes_to_logits(view: bool) -> None:
     """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
-    torch._dynamo.reset()
 
     def prepare(model: Any) -> Any:
         write = lambda output: ((output[0] if view else output.transpose(1, 2)).mul_(0.5), None)[1]  # noqa: E731
@@ -637,19 +635,16 @@ def test_utilities_of_accelerate() -> None:
     [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_ddp(options: Any, tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
-    try:
-        check_equal(lambda model: nn.parallel.DistributedDataParallel(model, **options), output_loss)
-        ours = apply_cce(tiny_llama())
-        wrapped = nn.parallel.DistributedDataParallel(ours, **options)
-        with logits_made(model=ours) as made:
-            outputs = wrapped(**batch())
-            outputs.loss.backward()
-        assert made == [] and stats(ours).fused == 1 and torch.is_tensor(outputs.logits)
-        assert torch.equal(outputs.logits.argmax(-1), outputs.logits.materialize().argmax(-1))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_ddp(options: Any) -> None:
+    check_equal(lambda model: nn.parallel.DistributedDataParallel(model, **options), output_loss)
+    ours = apply_cce(tiny_llama())
+    wrapped = nn.parallel.DistributedDataParallel(ours, **options)
+    with logits_made(model=ours) as made:
+        outputs = wrapped(**batch())
+        outputs.loss.backward()
+    assert made == [] and stats(ours).fused == 1 and torch.is_tensor(outputs.logits)
+    assert torch.equal(outputs.logits.argmax(-1), outputs.logits.materialize().argmax(-1))
 
 
 # Hooks on the gradient of the logits, and who retains it
