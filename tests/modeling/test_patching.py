@@ -192,8 +192,9 @@ def test_shallow_copy() -> None:
     assert_fused(clone)
 
 
-def test_exception_leaves_module_state_unchanged() -> None:
-    model = apply_cce(tiny_llama())
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_exception_leaves_module_state_unchanged(training: bool) -> None:
+    model = apply_cce(tiny_llama()).train(training)
     untouched = module_state(model)
     with pytest.raises(ValueError, match=r"labels|shape|size"):
         model(input_ids=batch()["input_ids"], labels=batch()["labels"][:, :5])

@@ -187,23 +187,6 @@ def test_reentrant_checkpoint_gets_full_logits_and_its_reason() -> None:
     assert stats(patched).missed == stats(patched).materialized == 1
 
 
-def test_hook_that_calls_the_model() -> None:
-    plain, patched = twins()
-    reference = float64_copy(plain)
-    for model in (plain, patched):
-
-        def looks(module: Any, args: Any, model: Any = model) -> None:
-            if not getattr(model, "looking", False):
-                model.looking = True
-                with torch.no_grad():
-                    model(input_ids=batch()["input_ids"])
-                model.looking = False
-
-        model.model.register_forward_pre_hook(looks)
-    assert_same_training(patched, plain, batch(), reference=reference)
-    assert_fused(patched, 1)
-
-
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "within a call"])
 def test_training_continues_after_ctrl_c(inner: bool) -> None:
     """torch runs no hook after Ctrl-C, so the head stays in its state within a call; later calls are still correct."""
