@@ -116,18 +116,14 @@ def test_message_is_printed_once_per_run(
     times: int,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = build(tmp_path, CCECallback(), *others, **{"disable_tqdm": False, **options})
-    logger = logging.getLogger("hf_cce")
-    before = logger.level
-    logger.setLevel(level)
-    try:
+    with caplog.at_level(level, "hf_cce"):
         for _ in range(2):
             capsys.readouterr()
             run(trainer)
             assert capsys.readouterr().out.count(MESSAGE) == times
-    finally:
-        logger.setLevel(before)
 
 
 # A run without the fused loss warns once

@@ -80,7 +80,18 @@ def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
     assert_same(dict(patched.model.named_parameters()), dict(plain.model.named_parameters()), "weights")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+class Penalised(Trainer):
+    """Adds a penalty to the model's own loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = 2 * loss + 0.1 * model.lm_head.weight.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True}, {"trainer": Penalised}], ids=["plain", "checkpointing", "penalty"]
+)
 def test_run_matches_unpatched(options: dict[str, Any], tmp_path: Path) -> None:
     """Includes accumulation, rows of different lengths and num_items_in_batch; no step materializes logits."""
     plain = trained("plain", tmp_path, **options)
@@ -238,21 +249,6 @@ def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: P
     assert_same_run(patched, plain, 3)
     counted = stats(patched.model)
     assert (counted.calls, counted.fused, counted.materialized) == ((6, 0, 6) if unknown else (6, 6, 0))
-
-
-class Penalised(Trainer):
-    """Adds a penalty to the model's own loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = 2 * loss + 0.1 * model.lm_head.weight.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_loss_added_to_model_loss(tmp_path: Path) -> None:
-    plain, patched = (trained(how, tmp_path, trainer=Penalised) for how in ("plain", "callback"))
-    assert_same_run(patched, plain, 3)
-    assert_fused(patched.model, calls=6)
 
 
 @pytest.mark.parametrize(("ignored", "steps"), [([5], 3), ([2, 5, 9], 3), (range(0, 12, 2), 6)])
