@@ -93,6 +93,14 @@ def forced(strategy: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture
+def filtered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Filter losses of any size; return the count of each strategy."""
+    from forced_strategies import force_strategy
+
+    return force_strategy(monkeypatch, "filtered")
+
+
+@pytest.fixture
 def one_rank() -> Iterator[None]:
     """Provide a process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -108,10 +108,10 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
     assert best < relative_error(found.row_coeffs.double() @ found.basis.double(), exact) < 1.25 * best
 
 
+@pytest.mark.usefixtures("filtered")
 @pytest.mark.parametrize("where", ["hidden", "weight"])
-def test_non_finite_values_do_not_affect_the_next_step(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_values_do_not_affect_the_next_step(where: str) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
-    force_strategy(monkeypatch, "filtered")
     hidden, weight, labels = trained_like_inputs(128, 32, 1500, dtype_for("filtered"), DEVICE)
     state = FilterState()
     config = CCEConfig("triton", gradient_filter=0.06)

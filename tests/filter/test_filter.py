@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, force_strategy, trained_like_inputs
+from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, trained_like_inputs
 from losses import PLAIN, Inputs, Options, full_logits, fused_loss, make_inputs, plain_loss, scaled_and_capped
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
@@ -16,16 +16,11 @@ from torch import Tensor
 from hf_cce import CCEConfig, FilterState
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("filtered")
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
 in_the_interpreter = pytest.mark.skipif(
     DEVICE == "cuda", reason="a GPU filters only bfloat16, and its tiles are larger than these inputs"
 )
-
-
-@pytest.fixture(autouse=True)
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Filter losses of any size; return the count of each strategy."""
-    return force_strategy(monkeypatch, "filtered")
 
 
 def run(
@@ -57,7 +52,7 @@ def run_plain(
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
 def test_a_bias_without_gradient_and_frozen_inputs(
-    needs: tuple[bool, bool], options: Options, counts: Counter[str]
+    needs: tuple[bool, bool], options: Options, filtered: Counter[str]
 ) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=True)
     exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
@@ -66,16 +61,16 @@ def test_a_bias_without_gradient_and_frozen_inputs(
         assert (a is not None) == need
         if a is not None:
             assert_accurate(a, t, e, name)
-    assert counts == {"filtered": 1, "filtered gradients": 1}
+    assert filtered == {"filtered": 1, "filtered gradients": 1}
 
 
 @pytest.mark.parametrize(
     "options", [Options(label_smoothing=0.1), Options(0.7, 5.0, bias=True, z_loss=1e-2)], ids=["smoothing", "bias"]
 )
-def test_unsupported_options_bypass_the_filter(options: Options, counts: Counter[str]) -> None:
+def test_unsupported_options_bypass_the_filter(options: Options, filtered: Counter[str]) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
     check_strategy("filtered", inputs, labels, options, torch.float32)
-    assert counts["filtered"] == counts["filtered gradients"] == 0
+    assert filtered["filtered"] == filtered["filtered gradients"] == 0
 
 
 def filter_data(n: int = 60, d: int = 32, v: int = 230, seed: int = 0) -> tuple[Inputs, Tensor]:

@@ -38,10 +38,8 @@ FILTERED = CCEConfig("triton", gradient_filter=0.05)
 
 
 @pytest.fixture(autouse=True)
-def filtered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Filter losses of any size without pausing; return the count of each strategy."""
+def no_pauses(filtered: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    return force_strategy(monkeypatch, "filtered")
 
 
 def compile(function: Any) -> tuple[Any, CompileCounterWithBackend]:

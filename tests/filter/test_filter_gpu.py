@@ -43,6 +43,14 @@ def make_config(strategy: str) -> CCEConfig:
     return CCEConfig("triton", memory_budget=1 << 30, gradient_filter="auto" if strategy == "filtered" else None)
 
 
+@pytest.fixture
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make five steps include two measurements, one check of the kept share, and making and using orders."""
+    for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
+        monkeypatch.setattr(state_module, name, value)
+
+
+@pytest.mark.usefixtures("short_periods")
 @pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block", "full"])
 def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
@@ -50,9 +58,6 @@ def test_no_step_waits_for_the_device(strategy: str, monkeypatch: pytest.MonkeyP
         hidden, labels, config, counts = hidden[:100], labels[:100], CCEConfig(), count_strategies(monkeypatch)
     else:
         config, counts = make_config(strategy), force_strategy(monkeypatch, strategy)
-    # Make five steps include two measurements, one check of the kept share, and making and using orders.
-    for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
-        monkeypatch.setattr(state_module, name, value)
     leaves, state, items = leaves_of(hidden, weight), FilterState(), torch.tensor(500.0, device="cuda")
 
     def step() -> None:
@@ -112,11 +117,9 @@ def test_two_streams_match_one_stream_bit_for_bit(
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_periods")
+def test_compiled_steps_equal_eager_code(mode: str | None, filtered: Counter[str]) -> None:
     """No synchronization under compile either. The operator stays out of CUDA graphs, so its state is updated at every step."""
-    counts = force_strategy(monkeypatch, "filtered")
-    for name, value in (("MEASURE_EVERY", 3), ("READ_EVERY", 2), ("SORT_EVERY", 2)):
-        monkeypatch.setattr(state_module, name, value)
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
 
     def loss_of(hidden: Tensor, weight: Tensor, state: FilterState) -> Tensor:
@@ -138,7 +141,7 @@ def test_compiled_steps_equal_eager_code(mode: str | None, monkeypatch: pytest.M
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(loss, eager_loss) and all(map(torch.equal, ours, eager))
         assert states[0].stats() == states[1].stats()
-    assert 0 < states[1].stats()["kept"] < 1 and counts["filtered gradients"] == 18
+    assert 0 < states[1].stats()["kept"] < 1 and filtered["filtered gradients"] == 18
 
 
 @pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block"])
@@ -233,9 +236,8 @@ def test_memory_budgets_hold(
     ("n", "d", "v"), [(4096, 512, 32000), (2048, 768, 50257), (1000, 1000, 49152), (3000, 576, 128256)]
 )
 def test_bfloat16_gradients_are_no_worse_than_eager(
-    n: int, d: int, v: int, options: Options, monkeypatch: pytest.MonkeyPatch
+    n: int, d: int, v: int, options: Options, filtered: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
     hidden, weight, labels = trained_like_inputs(n, d, v, torch.bfloat16, "cuda")
     inputs, state = (hidden, weight, None), FilterState()
@@ -243,14 +245,14 @@ def test_bfloat16_gradients_are_no_worse_than_eager(
     for number in range(5):  # all tiles, then the first threshold, then thresholds moved by measurements
         check_against_plain(loss, inputs, labels, options, torch.bfloat16, f"{n}×{d}×{v}, step {number}")
         torch.cuda.synchronize()
-    assert counts["filtered"] == counts["filtered gradients"] == 5
+    assert filtered["filtered"] == filtered["filtered gradients"] == 5
     assert 0 < state.stats()["kept"] < 1 and not state.probe_only()
 
 
+@pytest.mark.usefixtures("filtered")
 @pytest.mark.parametrize("gradient_filter", [0.005, 0.03])
 def test_the_requested_error_is_met(gradient_filter: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error measured on a sample is close to the true and to the requested error, which is above that of rounding."""
-    force_strategy(monkeypatch, "filtered")
     monkeypatch.setattr(state_module, "MEASURE_EVERY", 1)
     hidden, weight, labels = trained_like_inputs(*SHAPE, torch.bfloat16, "cuda")
     config = CCEConfig("triton", gradient_filter=gradient_filter)
@@ -264,23 +266,22 @@ def test_the_requested_error_is_met(gradient_filter: float, monkeypatch: pytest.
     assert gradient_filter / 2 <= max(errors) <= 2 * gradient_filter
 
 
-def test_the_filter_pauses_while_it_keeps_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_pauses_while_it_keeps_too_much(filtered: Counter[str]) -> None:
     """With the real asynchronous copy to the host: an untrained head keeps nearly everything; the filter pauses and resumes."""
-    counts = force_strategy(monkeypatch, "filtered")
     g = torch.Generator().manual_seed(0)
     n, d, v = 1024, 256, 8192
     hidden, weight = torch.randn(n, d, generator=g), torch.randn(v, d, generator=g) * (3 / d**0.5)
     labels = torch.randint(v, (n,), generator=g).cuda()
     leaves, state = leaves_of(hidden.cuda().bfloat16(), weight.cuda().bfloat16()), FilterState()
     config = CCEConfig("triton", gradient_filter=1e-6)
-    seen: Counter[float] = Counter()
+    seen: Counter[str] = Counter()
     for _ in range(state_module.PAUSE_STEPS + 3 * state_module.READ_EVERY):
-        before = counts["filtered"]
+        before = filtered["filtered"]
         gradients(leaves, labels, config, state)
         torch.cuda.synchronize()  # the kept share arrives by the next step
-        seen["filtered" if counts["filtered"] > before else "paused"] += 1  # type: ignore[index]
+        seen["filtered" if filtered["filtered"] > before else "paused"] += 1
     assert state.stats()["kept"] > state_module.PAUSE_SHARE
-    assert seen["paused"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2  # type: ignore[index]
+    assert seen["paused"] >= state_module.PAUSE_STEPS and seen["filtered"] >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -33,13 +33,6 @@ COUNTS = {"calls", "fused", "few_tokens", "materialized", "read", "missed", "byp
 cpu_only = pytest.mark.skipif(CUDA, reason="Triton's interpreter is off in a process that sees a GPU")
 
 
-@pytest.fixture(autouse=True)
-def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's CPU builds raise when asked whether a CUDA graph is being captured."""
-    if not CUDA:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Filter losses of any size in the interpreter; return the count of each strategy."""
@@ -69,11 +62,11 @@ def step(
 ROUNDING = (5e-3, 2e-3)
 
 
-def make_report(error: float, kept: int = 10, weight_error: float | None = None) -> FilterReport:
+def make_report(error: float, weight_error: float | None = None) -> FilterReport:
     """Return a backward pass's report; without ``weight_error``, that of a frozen weight."""
     weight_errors = (None, None) if weight_error is None else (torch.tensor(weight_error), torch.tensor(ROUNDING[1]))
     errors = (torch.tensor(error), weight_errors[0], torch.tensor(ROUNDING[0]), weight_errors[1])
-    counts = (torch.tensor(kept, dtype=torch.int32), 100, torch.tensor([1.0]), 50)
+    counts = (torch.tensor(10, dtype=torch.int32), 100, torch.tensor([1.0]), 50)
     return FilterReport(*counts, torch.tensor(1e-3), *errors)
 
 

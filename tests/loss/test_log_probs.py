@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, force_strategy, trained_like_inputs
+from forced_strategies import DEVICE, KEEPS_ALL, trained_like_inputs
 from losses import make_inputs
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
@@ -19,22 +20,8 @@ from hf_cce.loss import LogProbs
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU filters only bfloat16")
+pytestmark = pytest.mark.usefixtures("filtered")
 STATISTICS = {"entropy": True, "is_top1": True}
-
-
-@pytest.fixture(autouse=True)
-def filtered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filter inputs of any size; return a list with one entry per filtered forward pass."""
-    calls: list[int] = []
-    real = kernels.filtered_stats
-    force_strategy(monkeypatch, "filtered")
-
-    def counting(inputs: Any, *args: Any) -> Any:
-        calls.extend([1] * (not inputs.hidden.is_meta))  # not those that compile on a GPU
-        return real(inputs, *args)
-
-    monkeypatch.setattr(kernels, "filtered_stats", counting)
-    return calls
 
 
 def sft_step(
@@ -65,7 +52,7 @@ SIZES += [
 @in_the_interpreter
 @pytest.mark.parametrize(("name", "n", "d", "v", "needs"), SIZES)
 def test_matches_unfiltered_if_all_tiles_are_kept(
-    name: str, n: int, d: int, v: int, needs: tuple[bool, bool], filtered: list[int]
+    name: str, n: int, d: int, v: int, needs: tuple[bool, bool], filtered: Counter[str]
 ) -> None:
     """Two steps with one state, each computing its gradients twice; the inputs are column-major."""
     inputs, labels = make_inputs(n, d, v, torch.float32, DEVICE)
@@ -89,7 +76,7 @@ def test_matches_unfiltered_if_all_tiles_are_kept(
     exact, baseline, state = run(torch.float64, None), run(torch.float32, None), FilterState()
     for step in range(2):
         ours = run(torch.float32, state)
-        assert len(filtered) == step + 1
+        assert filtered["filtered statistics"] == step + 1
         for backward in range(2):
             where = f"step {step}, backward {backward}"
             assert_all_accurate(ours[backward], baseline[backward], exact[backward], where)
@@ -113,7 +100,7 @@ def test_error_of_dropped_tiles_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("why", ["no state", "no gradient", "no filter", "mean logit", "softcap", "few tokens"])
-def test_cases_that_bypass_the_filter(why: str, filtered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_bypass_the_filter(why: str, filtered: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 71 if why == "few tokens" else 0)
     (hidden, weight, _), labels = make_inputs(70, 40, 131, torch.float32, DEVICE)
     linear_log_probs(
@@ -122,7 +109,7 @@ def test_cases_that_bypass_the_filter(why: str, filtered: list[int], monkeypatch
         config=CCEConfig("triton", gradient_filter=None if why == "no filter" else 0.1),
         filter_state=None if why == "no state" else FilterState(),
     )  # fmt: skip
-    assert not filtered
+    assert not filtered["filtered statistics"]
 
 
 @pytest.mark.parametrize("kind", ["heavy", "both signs"])
