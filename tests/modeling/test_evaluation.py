@@ -12,7 +12,6 @@ from models import FAMILIES, batch, cce_warnings, logits_made, stats, twins
 from numerics import assert_accurate
 from test_callback import build
 from tiny import OLDER
-from transformers import Trainer
 
 from hf_cce import CCECallback, FilterState, apply_cce, remove_cce
 
@@ -51,22 +50,6 @@ def test_other_evaluations_are_unchanged(tmp_path: Path, other: str) -> None:
     with logits_made(tokens=TOKENS) as made:
         assert trainer.evaluate()["eval_loss"] > 0
     assert made
-
-
-def test_compute_loss_that_reads_logits(tmp_path: Path) -> None:
-    """A custom compute_loss that reads the logits of a call with labels, or checks for a tensor, in training and evaluation."""
-
-    class LogitsLossTrainer(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            outputs = model(**inputs)
-            loss = outputs.loss + 0.01 * outputs.logits.square().mean()
-            return (loss, outputs) if return_outputs else loss
-
-    expected, _, _ = evaluate(tmp_path, trainer=LogitsLossTrainer)
-    with cce_warnings() as messages:
-        found, made, _ = evaluate(tmp_path, CCECallback(), trainer=LogitsLossTrainer)
-    assert made and messages == []
-    assert_accurate(found, expected, expected, "loss", torch.float32)
 
 
 def test_batch_with_all_labels_ignored(tmp_path: Path) -> None:
