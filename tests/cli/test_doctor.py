@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command import ROOT, Result, environment, hf_cce, run
+from test_gradcheck import tampered
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics import doctor, gradcheck, machine
@@ -51,13 +52,7 @@ def test_good_installation_passes() -> None:
 
 
 def test_wrong_gradients_fail_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gradcheck.linear_cross_entropy
-
-    def wrong(*args: Any, **options: Any) -> torch.Tensor:
-        loss = right(*args, **options)
-        return loss.detach() + 1.01 * (loss - loss.detach())  # the value is right, the gradients are 1 % too large
-
-    monkeypatch.setattr(gradcheck, "linear_cross_entropy", wrong)
+    monkeypatch.setattr(gradcheck, "linear_cross_entropy", tampered(1.01))
     found = command()
     assert found.exit_code == 1
     assert "self-test cpu" in found.stdout and "less accurate than allowed" in found.stdout and "∂" in found.stdout

@@ -338,20 +338,16 @@ def test_custom_head_gets_full_logits_and_one_warning(kind: Any) -> None:
         assert len(messages) == 1 and re.search(r"OddLinear.*not a plain torch\.nn\.Linear", messages[0])
 
 
-def _of_tensors_only(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that accepts only tensors, like the autograd function that DeepSpeed installs."""
-
-    def function(*args: Any) -> Any:
-        assert all(x is None or isinstance(x, torch.Tensor) for x in args)
-        return linear(*args)
-
-    return function
+def _of_tensors_only(*args: Any, linear: Any = torch.nn.functional.linear) -> Any:
+    """Multiply like torch, but accept only tensors, like the autograd function that DeepSpeed installs."""
+    assert all(x is None or isinstance(x, torch.Tensor) for x in args)
+    return linear(*args)
 
 
 def test_partitioned_weight_gets_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = apply_cce(tiny_llama())
     model.lm_head.weight.ds_id = 7
-    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only(torch.nn.functional.linear))
+    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only)
     with pytest.warns(UserWarning, match="ZeRO-3"):
         loss = model(**batch()).loss
     monkeypatch.undo()
@@ -371,7 +367,7 @@ def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, patched = twins()
     compiled = apply_cce(tiny_llama())
     torch.compile(compiled, backend="eager")(**batch(), use_cache=False)  # its head keeps a forward of ours
-    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only(torch.nn.functional.linear))
+    monkeypatch.setattr(torch.nn.functional, "linear", _of_tensors_only)
     for each, calls in ((patched, 1), (compiled, 2)):
         assert_same_training(each, plain, batch())
         assert_fused(each, calls=calls)

@@ -197,7 +197,6 @@ def assert_results_as_good(
     actual: dict[str, Tensor],
     twin: dict[str, Tensor],
     reference: dict[str, Tensor],
-    dtype: torch.dtype = torch.float32,
     plain: Any = None,
     draw: Callable[[Any], dict[str, Tensor]] | None = None,
 ) -> None:
@@ -208,10 +207,10 @@ def assert_results_as_good(
     twins = [twin]
     for name, value in actual.items():
         for seeds in (range(7), range(7, 31)):
-            enough = is_accurate(value, [each[name] for each in twins], reference[name], dtype)
+            enough = is_accurate(value, [each[name] for each in twins], reference[name], torch.float32)
             if not enough and plain is not None and draw is not None and len(twins) <= 1 + seeds.start:
                 twins += [draw(_reordered(plain, seed)) for seed in seeds]
-        assert_accurate(value, [each[name] for each in twins], reference[name], name, dtype)
+        assert_accurate(value, [each[name] for each in twins], reference[name], name, torch.float32)
 
 
 def _reordered(model: Any, seed: int) -> Any:
