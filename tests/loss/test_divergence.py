@@ -6,6 +6,7 @@ Kernels run on a GPU if there is one, else in Triton's interpreter with tiles sm
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,8 @@ from divergences import (
     Inputs,
     check,
     fused_divergence,
-    gradients,
     make_inputs,
+    outcome,
     plain_divergence,
     teacher_logits,
     top_k,
@@ -32,11 +33,8 @@ from hf_cce import CCEConfig, TeacherHead, TeacherTopK, dispatch, divergence_pas
 from hf_cce.config import MIB
 
 
-def outcome(x: Inputs, case: Case) -> list[torch.Tensor]:
-    """Return loss and gradients in float32."""
-    leaves = x.student(torch.float32)
-    loss = fused_divergence(x, leaves, case)
-    return [loss, *gradients(loss, leaves, x)]
+def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return outcome(x, lambda *leaves: fused_divergence(x, leaves, case), dtype)
 
 
 FORMS = ("head", "logits", "lump", "renormalize")
@@ -128,11 +126,11 @@ def test_masked_tokens_are_not_read() -> None:
     for form in FORMS:
         case = Case("jsd", form=form, masked=True)
         x = make_inputs(case, torch.float32)
-        expected = outcome(x, case)
+        expected = fused_outcome(x, case)
         assert x.mask is not None
         x.hidden[~x.mask] = torch.nan
         x.teacher_hidden[~x.mask] = torch.nan
-        assert all(map(torch.equal, outcome(x, case), expected))
+        assert all(map(torch.equal, fused_outcome(x, case), expected))
 
 
 @pytest.mark.parametrize("part", ["student", "teacher"])
@@ -152,24 +150,22 @@ def test_all_tokens_masked(form: str) -> None:
         x = make_inputs(case, torch.float32)
         assert x.mask is not None
         x.mask[:] = False
-        assert not any(each.any() for each in outcome(x, case))
+        assert not any(each.any() for each in fused_outcome(x, case))
 
 
 def test_reverse_kl_in_float16_from_a_teacher_that_rules_tokens_out() -> None:
     """Gaps of hundreds between log-probabilities must not overflow."""
     x = make_inputs(Case("reverse_kl", form="logits"), torch.float16)
     logits = teacher_logits(x).masked_fill(torch.arange(131) % 3 == 0, -600.0)
-    found = []
-    for dtype, fused in ((torch.float64, False), (torch.float16, False), (torch.float16, True)):
-        leaves = x.student(dtype)
-        log_ps, log_pt = (
-            y.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1) for y in (F.linear(*leaves), logits)
-        )
-        loss = (log_ps.exp() * (log_ps - log_pt)).sum(-1).mean()
-        if fused:
-            loss = linear_divergence(*leaves, logits, kind="reverse_kl")
-        found.append([loss, *gradients(64 * loss, leaves, x)])
-    assert_all_accurate(*reversed(found), dtype=torch.float16)
+
+    def plain(*leaves: torch.Tensor) -> torch.Tensor:
+        kind = torch.promote_types(leaves[0].dtype, torch.float32)
+        log_ps, log_pt = (y.to(kind).log_softmax(-1) for y in (F.linear(*leaves), logits))
+        return 64 * (log_ps.exp() * (log_ps - log_pt)).sum(-1).mean()
+
+    exact, baseline = outcome(x, plain, torch.float64), outcome(x, plain, torch.float16)
+    actual = outcome(x, lambda *leaves: 64 * linear_divergence(*leaves, logits, kind="reverse_kl"), torch.float16)
+    assert_all_accurate(actual, baseline, exact, dtype=torch.float16)
 
 
 def test_teacher_logits_of_minus_infinity() -> None:
@@ -178,19 +174,18 @@ def test_teacher_logits_of_minus_infinity() -> None:
         case = Case(kind, form="logits")
         x = make_inputs(case, torch.float32)
         logits = (x.teacher_hidden @ x.teacher_weight.t()).masked_fill(torch.arange(131) % 3 == 0, -torch.inf)
-        found = []
-        for dtype in (torch.float64, torch.float32):
-            leaves = x.student(dtype)
-            log_ps = (leaves[0] @ leaves[1].t()).log_softmax(-1)
-            p, log_pt = logits.to(dtype).softmax(-1), logits.to(dtype).log_softmax(-1)
+
+        def plain(hidden: torch.Tensor, weight: torch.Tensor, kind: str = kind, zt: torch.Tensor = logits) -> Any:
+            log_ps, zt = (hidden @ weight.t()).log_softmax(-1), zt.to(hidden.dtype)
+            p, log_pt = zt.softmax(-1), zt.log_softmax(-1)
             log_m = log_ps if kind == "forward_kl" else ((log_ps.exp() + p) / 2).log()
             loss = torch.where(p > 0, p * (log_pt - log_m), 0).sum(-1)
             if kind == "jsd":
                 loss = (loss + (log_ps.exp() * (log_ps - log_m)).sum(-1)) / 2
-            found.append([loss.mean(), *gradients(loss.mean(), leaves, x)])
-        leaves = x.student(torch.float32)
-        loss = linear_divergence(*leaves, logits, kind=kind)  # type: ignore[arg-type]
-        assert_all_accurate([loss, *gradients(loss, leaves, x)], *reversed(found), kind)
+            return loss.mean()
+
+        actual = outcome(x, partial(linear_divergence, teacher=logits, kind=kind))
+        assert_all_accurate(actual, outcome(x, plain), outcome(x, plain, torch.float64), kind)
 
 
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
@@ -203,13 +198,9 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
     short = TeacherTopK(ids, log_probs, tail)  # type: ignore[arg-type]
     padded = short._replace(ids=torch.cat((ids, more), -1), log_probs=torch.cat((log_probs, nothing), -1))
     empty = short._replace(ids=more, log_probs=nothing)
-    found = []
-    for dtype, teacher in zip((torch.float64, *[torch.float32] * 3), (short, short, padded, empty), strict=True):
-        leaves = x.student(dtype)
-        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta)  # type: ignore[arg-type]
-        found.append([loss, *gradients(loss, leaves, x)])
-    exact, baseline, actual, zeros = found
-    assert_all_accurate(actual, baseline, exact)
+    loss = partial(linear_divergence, kind=case.kind, beta=case.beta)
+    baseline, actual, zeros = (outcome(x, partial(loss, teacher=teacher)) for teacher in (short, padded, empty))
+    assert_all_accurate(actual, baseline, outcome(x, partial(loss, teacher=short), torch.float64))
     assert not any(zero.any() for zero in zeros)
 
 
@@ -218,21 +209,19 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
 def test_masked_tokens_of_a_student_that_never_predicts_id_0(case: Case, tail: str) -> None:
     case = replace(case, form=tail, masked=True, bias=True)
     x = make_inputs(case, torch.float32)
-    leaves = x.student(torch.float32)
-    with torch.no_grad():
-        leaves[2][0] = -torch.inf
+    x.bias[0] = -torch.inf
     teacher = TeacherTopK(torch.arange(1, 6).expand(2, 20, 5), torch.full((2, 20, 5), -3.0), tail)  # type: ignore[arg-type]
-    loss = linear_divergence(*leaves[:2], teacher, student_bias=leaves[2], kind=case.kind, mask=x.mask)  # type: ignore[arg-type]
-    assert all(each.isfinite().all() for each in (loss, *gradients(loss, leaves, x)))
+    loss = partial(linear_divergence, kind=case.kind, mask=x.mask)
+    found = outcome(x, lambda hidden, weight, bias: loss(hidden, weight, teacher, student_bias=bias))
+    assert all(each.isfinite().all() for each in found)
 
 
 def test_gradient_of_one_input_alone() -> None:
     case = Case(bias=True)
     x = make_inputs(case, torch.float32)
-    all_leaves = x.student(torch.float32)
-    expected = gradients(fused_divergence(x, all_leaves, case), all_leaves, x)
+    _, *expected = fused_outcome(x, case)
     for index in range(3):
-        leaves = [leaf.detach().requires_grad_(i == index) for i, leaf in enumerate(all_leaves)]
+        leaves = [leaf.detach().requires_grad_(i == index) for i, leaf in enumerate(x.student(torch.float32))]
         (found,) = torch.autograd.grad(fused_divergence(x, leaves, case), [leaves[index]])
         assert torch.equal(found, expected[index])
 
@@ -266,7 +255,7 @@ def test_autocast_casts_like_a_matmul() -> None:
         baseline = plain_divergence(x, leaves, case)
     exact = plain_divergence(x, x.student(torch.float64), case)
     assert_accurate(loss, baseline, exact, "loss", torch.bfloat16)
-    assert all(g.dtype == torch.float32 for g in gradients(loss, leaves, x))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, leaves))
 
 
 def test_the_teacher_gets_no_gradient() -> None:
@@ -286,9 +275,8 @@ def test_a_teacher_made_in_inference_mode(form: str) -> None:
             teacher: Any = TeacherHead(made.teacher_hidden, made.teacher_weight, torch.zeros(131))
             if form != "head":
                 teacher = teacher_logits(made) if form == "logits" else top_k(made, case)
-        leaves = x.student(torch.float32)
-        loss = linear_divergence(*leaves, teacher, kind=case.kind, mask=x.mask)  # type: ignore[arg-type]
-        assert all(map(torch.equal, [loss, *gradients(loss, leaves, x)], outcome(x, case)))
+        found = outcome(x, partial(linear_divergence, teacher=teacher, kind=case.kind, mask=x.mask))
+        assert all(map(torch.equal, found, fused_outcome(x, case)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -302,9 +290,8 @@ def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: tor
         hidden, weight = (t.double() if wide else t for t in (x.teacher_hidden, x.teacher_weight))
         logits = teacher_logits(x)
         teacher = TeacherHead(hidden, weight) if form == "head" else logits.double() if wide else logits
-        leaves = x.student(torch.float64)
-        loss = linear_divergence(*leaves, teacher, kind=case.kind, beta=case.beta, mask=x.mask)  # type: ignore[arg-type]
-        found.append([loss, *gradients(loss, leaves, x)])
+        loss = partial(linear_divergence, teacher=teacher, kind=case.kind, beta=case.beta, mask=x.mask)
+        found.append(outcome(x, loss, torch.float64))
     assert_all_accurate(found[1], found[0], found[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ def top_k(x: Inputs, case: Case) -> TeacherTopK:
     return TeacherTopK(ids, log_probs, case.form)  # type: ignore[arg-type]
 
 
-def plain_divergence(x: Inputs, leaves: list[Tensor], case: Case) -> Tensor:
+def plain_divergence(x: Inputs, leaves: Sequence[Tensor], case: Case) -> Tensor:
     """Compute full logits in the dtype of ``leaves``, as a model would, and the rest in float32 (float64 for float64)."""
     hidden, weight = leaves[:2]
     acc_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -127,7 +128,7 @@ def teacher_logits(x: Inputs) -> Tensor:
     return F.linear(x.teacher_hidden, x.teacher_weight)
 
 
-def fused_divergence(x: Inputs, leaves: list[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
+def fused_divergence(x: Inputs, leaves: Sequence[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
     teacher: Any
     if case.form == "head":
         teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
@@ -139,16 +140,16 @@ def fused_divergence(x: Inputs, leaves: list[Tensor], case: Case, config: CCECon
     )
 
 
-def gradients(loss: Tensor, leaves: list[Tensor], x: Inputs) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, leaves, x.upstream.to(loss.dtype) if loss.dim() else None))
+def outcome(x: Inputs, loss_of: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return ``loss_of(hidden, weight, [bias])`` with the student in ``dtype``, and its gradients."""
+    leaves = x.student(dtype)
+    loss = loss_of(*leaves)
+    return [loss, *torch.autograd.grad(loss, leaves, x.upstream.to(loss.dtype) if loss.dim() else None)]
 
 
 def check(case: Case, dtype: torch.dtype, config: CCEConfig | None = None, device: str = "cpu") -> None:
     """Check that loss and gradients are as close to float64 as full logits in ``dtype``."""
     x = make_inputs(case, dtype, device)
-    found = []
-    for function, kind in ((plain_divergence, torch.float64), (plain_divergence, dtype), (fused_divergence, dtype)):
-        leaves = x.student(kind)
-        loss = function(x, leaves, case, config) if function is fused_divergence else function(x, leaves, case)  # type: ignore
-        found.append([loss, *gradients(loss, leaves, x)])
-    assert_all_accurate(*reversed(found), str(case), dtype)
+    exact, baseline = (outcome(x, lambda *leaves: plain_divergence(x, leaves, case), t) for t in (torch.float64, dtype))
+    actual = outcome(x, lambda *leaves: fused_divergence(x, leaves, case, config), dtype)
+    assert_all_accurate(actual, baseline, exact, str(case), dtype)
