@@ -203,12 +203,6 @@ def test_readme_counters_are_current(stand_ins: dict[str, Any], capsys: pytest.C
     assert shown in capsys.readouterr().out.splitlines()
 
 
-def test_readme_is_short() -> None:
-    """The README shows purpose, installation, usage and benefit without much scrolling."""
-    lines = README.read_text("utf-8").splitlines()
-    assert len(lines) <= 150 and lines.index("## Usage") <= 45
-
-
 def test_options_table_is_complete() -> None:
     from hf_cce import CCEConfig
 
