@@ -323,10 +323,6 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "asarray": (unchanged, mean_in(torch.asarray), True),
     "collated": (unchanged, mean_in(lambda x: torch.utils.data.default_collate([x, x])), True),
     "cloned": (unchanged, mean_in(lambda x: x.clone()), True),
-    "class weights": (
-        unchanged,
-        lambda o: F.cross_entropy(o.logits.flatten(0, 1), batch()["labels"].flatten(), torch.arange(99.0)), False,
-    ),
     "hook that scales": (hook_that_writes(lambda output: output.mul_(0.5)), output_loss, True),
     "hook that clamps": (hook_that_writes(lambda output: output.clamp_(-0.1, 0.1)), output_loss, True),
     "hook that masks entries": (hook_that_writes(mask_entries), lambda o: o.logits[..., 10:20].square().mean(), True),

@@ -31,19 +31,12 @@ from hf_cce import apply_cce, remove_cce
 
 
 class SelfDistillation(LlamaForCausalLM):
-    """Computes its own logits without gradients before its loss."""
+    """Computes its own logits without gradients before its loss, and samples from them."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
             with torch.no_grad():
                 self(input_ids=input_ids)
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
-
-
-class SamplesBeforeLoss(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        if labels is not None:
-            with torch.no_grad():
                 self.generate(input_ids=input_ids[:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
@@ -155,8 +148,7 @@ def class_twins(kind: Any) -> tuple[Any, Any]:
 
 
 OWN_FORWARDS = (
-    SelfDistillation, SamplesBeforeLoss, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword,
-    FocalLoss,
+    SelfDistillation, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword, FocalLoss,
 )  # fmt: skip
 
 
