@@ -73,8 +73,6 @@ def test_gradient_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class _Head(nn.Linear):
-    """A head of a custom class, whose matmul is not deferred."""
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden)
 

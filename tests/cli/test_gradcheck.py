@@ -39,7 +39,6 @@ def quiet(*_: Any) -> None: ...
 
 
 def tampered(factor: float) -> Callable[..., torch.Tensor]:
-    """Return the loss with gradients scaled by ``factor``."""
     from hf_cce import linear_cross_entropy
 
     def loss(*args: Any, **options: Any) -> torch.Tensor:

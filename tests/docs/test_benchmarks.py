@@ -42,7 +42,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a small real text: one module of the standard library."""
     path = tmp_path_factory.mktemp("text") / "argparse.txt"
     path.write_text(Path(sys.modules["argparse"].__file__ or "").read_text("utf-8"), "utf-8")
     return str(path)
@@ -55,7 +54,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: Any, path: Path, *arguments: str) -> dict[str, Any]:
-    """Run the script and return its JSON."""
     assert script.main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text("utf-8"))
     assert {"date", "command", "device", "versions", "results"} <= {*report, "results"}

@@ -116,7 +116,6 @@ def test_python_blocks_run(page: Path, stand_ins: dict[str, Any]) -> None:
 
 
 def removed_of(page: Path) -> list[list[str]]:
-    """Return the removed lines of each diff of the page."""
     blocks = re.findall(r"^```diff\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [[line[2:] for line in block.splitlines() if line.startswith("- ")] for block in blocks]
 

@@ -30,7 +30,6 @@ def load(name: str) -> Any:
 
 
 def commands(title: str) -> list[list[str]]:
-    """Return the command lines of a section of recipes/README.md."""
     text = (RECIPES / "README.md").read_text("utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [shlex.split(line) for line in block.splitlines()]

@@ -189,7 +189,6 @@ def test_the_operator_is_excluded_from_cuda_graphs() -> None:
 
 
 def train(model: Any, call: Any) -> list[Tensor]:
-    """Return the losses of three steps with two micro-batches each."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for number in range(3):
         for part in range(2):

@@ -255,7 +255,7 @@ def test_torch_func_transforms_get_full_logits() -> None:
 
 
 def test_patched_model_has_no_reference_cycle() -> None:
-    """A patched model has no reference cycle: Python's collector does not run when GPU memory is short."""
+    """Python's collector does not run when GPU memory is short."""
     model = apply_cce(tiny_llama())
     model(**batch()).loss.backward()
     kept = [weakref.ref(model), weakref.ref(model.lm_head.weight)]

@@ -339,7 +339,6 @@ EACH_TUNER = pytest.mark.parametrize("tuner", TUNERS)
 
 
 def pair(tuner: str, **options: Any) -> tuple[Any, Any]:
-    """Return the unpatched and the patched model with this adapter."""
     return build(TUNERS[tuner], **options), build(TUNERS[tuner], "peft", **options)
 
 
@@ -366,7 +365,6 @@ def test_ways_to_call(tuner: str, form: str) -> None:
 
 
 def test_direct_forward_of_adaption_prompt_is_unpatched() -> None:
-    """Calling the base model's forward directly gives the model's own loss, as unpatched."""
     plain, patched = pair("adaption")
     assert torch.equal(*(model.base_model.forward(**batch(rows=4)).loss for model in (plain, patched)))
     assert stats(patched).calls == 0

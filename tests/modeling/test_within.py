@@ -53,8 +53,6 @@ class RDropModel(LlamaForCausalLM):
 
 
 class NestedCallRaises(LlamaForCausalLM):
-    """Continues after a nested call of itself raises."""
-
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if labels is not None:
             with pytest.raises(RuntimeError, match="not this time"):
@@ -100,8 +98,6 @@ class CheckpointedHead(LlamaForCausalLM):
 
 
 class HeadByKeyword(LlamaForCausalLM):
-    """Calls its head with torch.nn.Linear's keyword argument."""
-
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         logits = self.lm_head(input=self.model(**inputs).last_hidden_state)
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB_SIZE)
@@ -109,8 +105,6 @@ class HeadByKeyword(LlamaForCausalLM):
 
 
 class FocalLoss(LlamaForCausalLM):
-    """Computes its loss from log-probabilities of the labels."""
-
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         logits = self.lm_head(self.model(**inputs).last_hidden_state)[:, :-1]
         labels = labels[:, 1:].clamp_min(0)
@@ -119,8 +113,6 @@ class FocalLoss(LlamaForCausalLM):
 
 
 class ReentrantCheckpoint(LlamaForCausalLM):
-    """Checkpoints head and loss with use_reentrant=True."""
-
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         def loss(hidden_states: Any) -> Any:
             logits = self.lm_head(hidden_states)[:, :-1]
@@ -140,7 +132,6 @@ class MetricBeforeLoss(LlamaForCausalLM):
 
 
 def class_twins(kind: Any) -> tuple[Any, Any]:
-    """Return a model of that class and its patched copy."""
     other = tiny_llama()
     plain = kind(other.config).train()
     plain.load_state_dict(other.state_dict())

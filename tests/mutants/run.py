@@ -37,7 +37,6 @@ def mutants() -> list[dict[str, Any]]:
 
 
 def mutated(text: str, row: dict[str, Any]) -> str:
-    """Return ``text`` with the one occurrence of ``old`` replaced."""
     if text.count(row["old"]) != 1:
         raise ValueError(f"{row['file']}: {row['old']!r} occurs {text.count(row['old'])} times, expected once")
     return text.replace(row["old"], row["new"])
@@ -68,7 +67,6 @@ def run_tests(copy: Path, tests: str) -> int:
 
 
 def tests_arguments(tests: str) -> list[str]:
-    """Split "tests/a.py tests/b.py -k one or two" into pytest's arguments."""
     files, _, expression = tests.partition(" -k ")
     return [*files.split(), *(["-k", expression] if expression else [])]
 

@@ -74,7 +74,6 @@ def budget_label(function: Any, arguments: dict[str, Any], dtype: Any) -> str:
 
 
 def kernel_name(function: Any) -> str:
-    """Return ``module.function``, as in ``jitted_kernels``."""
     return f"{function.fn.__module__.removeprefix('hf_cce.kernels.')}.{function.fn.__name__}"
 
 

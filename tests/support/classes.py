@@ -55,7 +55,6 @@ def rows() -> dict[str, str]:
 
 
 def page() -> str:
-    """Return the whole file."""
     lines = rows()
     counts = [f"{sum(f'| {status} |' in line for line in lines.values())} {status}" for status in
               ("supported", "special", "refused", "not tested")]  # fmt: skip

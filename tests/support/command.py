@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_module(path: Path) -> Any:
-    """Import a script by its path."""
     spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +30,6 @@ class Result(NamedTuple):
 
 
 def hf_cce(*arguments: str) -> Result:
-    """Run ``hf-cce`` with ``arguments``."""
     from hf_cce.cli.app import main
 
     out, err = io.StringIO(), io.StringIO()

@@ -9,7 +9,6 @@ import numpy as np
 
 
 def configure() -> None:
-    """Change the interpreter for the rest of the process."""
     _round_to_nearest()
     _speed_up()
 

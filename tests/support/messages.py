@@ -37,7 +37,6 @@ def text_of(node: ast.AST, names: Names) -> str | None:
 
 
 def strings(node: ast.AST | None, names: Names) -> Iterator[str]:
-    """Yield every text that a value may be."""
     if isinstance(node, (ast.IfExp, ast.BoolOp)):
         for value in node.values if isinstance(node, ast.BoolOp) else (node.body, node.orelse):
             yield from strings(value, names)

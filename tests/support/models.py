@@ -45,7 +45,6 @@ class Family:
 
 
 def head_of(model: Any) -> Any:
-    """Return the model's LM head."""
     head = find_head(model)
     assert head is not None
     return head
@@ -133,7 +132,6 @@ def _is_float(value: Any) -> bool:
 
 
 def model_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the model's own loss."""
     return model(**inputs).loss
 
 

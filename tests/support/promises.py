@@ -40,7 +40,6 @@ def versions() -> str:
 
 
 def mutants() -> str:
-    """Return a summary of tests/mutants/report.json."""
     report = json.loads(MUTANTS.read_text("utf-8"))
     ran = len(report["mutants"])
     lines = [
@@ -62,7 +61,6 @@ def mutants() -> str:
 
 
 def random_cases() -> str:
-    """Return a summary of benchmarks/results/property.json."""
     report = json.loads(RANDOM.read_text("utf-8"))
     failures = report["failures"]
     lines = [
@@ -83,12 +81,10 @@ def _inline(text: str) -> str:
 
 
 def generated_parts() -> list[tuple[str, str]]:
-    """Return (section title, text) of each generated part."""
     return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
 
 
 def page() -> str:
-    """Return the page with its generated parts renewed."""
     text = PAGE.read_text("utf-8")
     for title, part in generated_parts():
         head, _, rest = text.partition(f"## {title}\n")

@@ -193,7 +193,6 @@ def errors(case: Case, device: str, implementation: str) -> dict[str, ErrorAndLi
 
 
 def check(case: Case, device: str, implementation: str) -> None:
-    """Compare loss and gradients with full logits by the rule of numerics.py."""
     for name, (error, allowed, _) in errors(case, device, implementation).items():
         assert error <= allowed, f"{case}: {name}: relative error {error:.2e} exceeds {allowed:.2e}"
 

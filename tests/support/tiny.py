@@ -31,7 +31,6 @@ def _ids(*shape: int) -> torch.Tensor:
 
 
 def _first_tokens_mask(tokens: int) -> torch.Tensor:
-    """Return a mask that is 1 for the first ``tokens`` of each row."""
     return (torch.arange(LENGTH).repeat(BATCH, 1) < tokens).long()
 
 
@@ -109,7 +108,6 @@ BROKEN = BROKEN if transformers.__version__ == "5.24.0" else {}
 
 
 def config(name: str) -> Any:
-    """Return the tiny configuration of a class."""
     settings = tiny_config(getattr(transformers, name).config_class, OPTIONS.get(name))
     vision = getattr(settings, "vision_config", None)
     if getattr(vision, "model_type", "") == "gemma3n_vision":  # its tower comes from timm; attributes are type-checked

@@ -32,7 +32,6 @@ from hf_cce import apply_cce
 
 
 def step(accelerator: Any, engine: Any, part: dict[str, Tensor], ways: Any) -> dict[str, Tensor]:
-    """Return the loss and the full gradients."""
     loss = deepspeed_sp_compute_loss(accelerator, engine, dict(part), False, ways)
     engine.backward(loss)
     named = accelerator.unwrap_model(engine).named_parameters()

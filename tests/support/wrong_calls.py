@@ -52,7 +52,6 @@ def without_versions(message: str) -> str:
 
 
 def table() -> dict[str, str]:
-    """Return the message of each call and command listed on the page."""
     return dict(ROW.findall(PAGE.read_text("utf-8")))
 
 

@@ -95,7 +95,6 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
 
 
 def micro_batches(count: int, rank: int | None, world: int) -> list[dict[str, Tensor]]:
-    """Return ``count`` batches with the rows of ``rank``, or with all rows."""
     rows = slice(None) if rank is None else slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     return [{key: value[rows].to(DEVICE) for key, value in batch(rows=ROWS, seed=i).items()} for i in range(count)]
 

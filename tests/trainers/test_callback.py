@@ -183,8 +183,6 @@ def use_loss_from_logits(model: Any) -> None:
 
 
 class CustomLossTrainer(Trainer):
-    """Compute its own loss for micro-batches ``first`` to ``last``."""
-
     first, last, seen = 0, 0, 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:

@@ -21,8 +21,6 @@ transformers = pytest.importorskip("transformers")
 
 
 class Logits(nn.Module):
-    """Return only the logits, as an exported program does."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -81,8 +81,6 @@ def assert_same_run(patched: Any, plain: Any, steps: int) -> None:
 
 
 class Penalised(Trainer):
-    """Adds a penalty to the model's own loss."""
-
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         loss = 2 * loss + 0.1 * model.lm_head.weight.square().mean()

@@ -98,8 +98,6 @@ def has_w4(completions: list[str], **_: Any) -> list[float]:
 
 
 def trainer_of(name: str, rows: Callable[[], Any], module: str = "trl", reward: Any = None, **usual: Any) -> Any:
-    """Return a function that builds one of TRL's trainers by name."""
-
     def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
         found = pytest.importorskip(module)
         args = getattr(found, f"{name}Config")(**common(folder, **{**usual, **options}))

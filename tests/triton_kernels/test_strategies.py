@@ -80,7 +80,6 @@ def test_ignore_index_may_be_a_vocabulary_entry(strategy: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, forced: Counter[str]) -> None:
-    """Every entry is a label once, including those at tile borders."""
     dtype = dtype_for(strategy)
     inputs, _ = make_inputs(131, 40, 131, dtype, DEVICE)
     labels = torch.randperm(131, generator=torch.Generator().manual_seed(0)).to(DEVICE)
