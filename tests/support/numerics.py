@@ -46,9 +46,7 @@ def exponent_rounding(largest_logit: float) -> float:
 
 def is_accurate(actual: Tensor, baselines: list[Tensor], exact: Tensor, dtype: torch.dtype) -> bool:
     """Return True if ``actual`` is as close to ``exact`` as ``budget`` allows for the worst of ``baselines``."""
-    return relative_error(actual, exact) <= budget(
-        max(relative_error(baseline, exact) for baseline in baselines), dtype
-    )
+    return relative_error(actual, exact) <= budget(max(relative_error(x, exact) for x in baselines), dtype)
 
 
 def assert_accurate(
@@ -59,10 +57,7 @@ def assert_accurate(
     If ``baseline`` is a list of results that round differently, the worst one counts.
     """
     baselines, dtype = baseline if isinstance(baseline, list) else [baseline], dtype or actual.dtype
-    error, allowed = (
-        relative_error(actual, exact),
-        budget(max(relative_error(each, exact) for each in baselines), dtype),
-    )
+    error, allowed = relative_error(actual, exact), budget(max(relative_error(x, exact) for x in baselines), dtype)
     assert error <= allowed, f"{what}: relative error {error:.2e} exceeds {allowed:.2e}"
 
 
