@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, trained_like_inputs
-from losses import PLAIN, Inputs, Options, full_logits, fused_loss, make_inputs, plain_loss, scaled_and_capped
+from losses import PLAIN, Inputs, Options, full_logits, fused_step, make_inputs, plain_step, scaled_and_capped
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
 
-from hf_cce import CCEConfig, FilterState
+from hf_cce import FilterState
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("filtered")
@@ -23,31 +23,6 @@ in_the_interpreter = pytest.mark.skipif(
 )
 
 
-def run(
-    inputs: Inputs,
-    labels: Tensor,
-    gradient_filter: Any,
-    options: Options = PLAIN,
-    state: FilterState | None = None,
-    needs: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (loss, hidden gradient, weight gradient) with that ``gradient_filter``; the bias is frozen."""
-    hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
-    config = CCEConfig("triton", gradient_filter=gradient_filter)
-    loss = fused_loss(config, state)(hidden, weight, inputs[2], labels, options)
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
-def run_plain(
-    inputs: Inputs, labels: Tensor, options: Options = PLAIN, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
-    loss = plain_loss(hidden, weight, None if inputs[2] is None else inputs[2].to(dtype), labels, options)
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
 @in_the_interpreter
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
@@ -55,8 +30,8 @@ def test_a_bias_without_gradient_and_frozen_inputs(
     needs: tuple[bool, bool], options: Options, filtered: Counter[str]
 ) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=True)
-    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
-    actual = run(inputs, labels, KEEPS_ALL, options, needs=needs)
+    exact, baseline = (plain_step(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    actual = fused_step(inputs, labels, KEEPS_ALL, options, needs=needs)
     for name, a, t, e, need in zip(("loss", "hidden", "weight"), actual, baseline, exact, (True, *needs), strict=True):
         assert (a is not None) == need
         if a is not None:
@@ -86,11 +61,11 @@ def assert_within(factor: float, estimate: float | Tensor | None, actual: float)
 @pytest.mark.parametrize("options", [PLAIN, SOFT], ids=["plain", "softcap"])
 def test_errors_are_as_measured_and_fall_with_the_threshold(options: Options) -> None:
     inputs, labels = filter_data()
-    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    exact, baseline = (plain_step(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
     errors = []
     for gradient_filter in (0.1, 0.06, 0.03) if options is SOFT else (0.1, 0.02, 0.004):
         state = FilterState()
-        loss, *gradients = run(inputs, labels, gradient_filter, options, state)
+        loss, *gradients = fused_step(inputs, labels, gradient_filter, options, state)
         assert_accurate(loss, baseline[0], exact[0], "loss")
         stats = state.stats()
         assert 0 < stats["kept"] < 1 and 0 < stats["dropped_mass"] < 1
@@ -120,8 +95,8 @@ def test_error_estimate_from_a_sample_of_tokens(
     inputs, labels = filter_data(n, 32, 400, seed=2 if unsure else 0)
     inputs[0][torch.randperm(n, generator=torch.Generator().manual_seed(2))[:unsure]] *= 0.25
     state = FilterState()
-    _, *found = run(inputs, labels, gradient_filter, options, state)
-    errors = [relative_error(a, e) for a, e in zip(found, run_plain(inputs, labels, options)[1:], strict=True)]
+    _, *found = fused_step(inputs, labels, gradient_filter, options, state)
+    errors = [relative_error(a, e) for a, e in zip(found, plain_step(inputs, labels, options)[1:], strict=True)]
     assert_within(factors[0], state.stats()["error"], errors[0])
     assert_within(factors[1], state.stats()["weight_error"], errors[1])
 
@@ -148,7 +123,7 @@ def test_estimate_of_the_rounding_error(
         monkeypatch.setattr(error, "ROUNDED_TOKENS", measured)
         hidden[torch.randperm(n, generator=torch.Generator().manual_seed(5))[:25]] *= 0.25
     state, gradients = FilterState(), []
-    run((hidden, weight, None), labels, 0.02, options, state)
+    fused_step((hidden, weight, None), labels, 0.02, options, state)
     for rounded in (False, True):
         leaves = [x.double().requires_grad_() for x in (hidden, weight)]
         z = leaves[0] @ leaves[1].t()
@@ -168,8 +143,8 @@ def test_dropped_tiles_keep_their_mass() -> None:
     weight[:, 0] = hidden[:, 0] = 1.0
     options = Options(0.8, z_loss=0.3)  # without a z-loss the sums are zero
     inputs, state = (hidden, weight, None), FilterState()
-    exact, baseline = (run_plain(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
-    _, grad_hidden, grad_weight = run(inputs, labels, 0.1, options, state)
+    exact, baseline = (plain_step(inputs, labels, options, dtype) for dtype in (torch.float64, torch.float32))
+    _, grad_hidden, grad_weight = fused_step(inputs, labels, 0.1, options, state)
     assert state.stats()["kept"] < 0.9 and state.stats()["dropped_mass"] > 1e-3
     assert relative_error(grad_hidden, exact[1]) > 100 * relative_error(baseline[1], exact[1])
     assert_accurate(grad_hidden[:, 0], baseline[1][:, 0], exact[1][:, 0], "sums over the vocabulary")
@@ -196,8 +171,8 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     labels[:3] = -100
     options, state = Options(softcap=softcap, reduction="sum"), FilterState()
     inputs = (torch.eye(n), weight, None)
-    exact, baseline = (run_plain(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
-    actual = run(inputs, labels, 0.1, options, state)[2]
+    exact, baseline = (plain_step(inputs, labels, options, dtype)[2] for dtype in (torch.float64, torch.float32))
+    actual = fused_step(inputs, labels, 0.1, options, state)[2]
     assert actual is not None and state._vocabulary is not None
     order, rank = (x.long() for x in (state._vocabulary[1].vocab_perm, state._vocabulary[1].inv_vocab_perm))
     rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
@@ -249,7 +224,7 @@ def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(select, "_tile_energies", watched)
     hidden, weight, labels = trained_like_inputs(48, 40, 224, torch.bfloat16)
     state = FilterState()
-    run((hidden, weight, None), labels, "auto", state=state)
+    fused_step((hidden, weight, None), labels, "auto", state=state)
     rounding, rows, part = seen[0]
     assert state._vocabulary is not None
     columns = state._vocabulary[1].vocab_perm.long()
@@ -273,9 +248,9 @@ def test_a_nan_ignored_token_does_not_affect_the_others(softcap: float | None) -
     options, state = Options(softcap=softcap), FilterState()
     labels[::7] = -100
     valid = labels >= 0
-    loss, grad_hidden, _ = run_plain((hidden, weight, None), labels, options)
+    loss, grad_hidden, _ = plain_step((hidden, weight, None), labels, options)
     hidden[~valid] = float("nan")
-    actual = run((hidden, weight, None), labels, 0.1, options, state)
+    actual = fused_step((hidden, weight, None), labels, 0.1, options, state)
     assert state.stats()["kept"] < 1 and 0 < state.stats()["dropped_mass"] < 1 and actual[1] is not None
     assert relative_error(actual[0], loss) <= 1e-6 and relative_error(actual[1][valid], grad_hidden[valid]) <= 0.1
 
@@ -287,7 +262,7 @@ def test_alternating_heads_match_separate_runs() -> None:
 
     def train(*turns: int) -> list[Tensor | None]:
         states = FilterState(), FilterState()
-        return [x for i in turns for x in run(*data[i], 0.1, PLAIN, states[i])]
+        return [x for i in turns for x in fused_step(*data[i], 0.1, PLAIN, states[i])]
 
     first, second, both = train(0, 0, 0), train(1, 1, 1), train(0, 1, 0, 1, 0, 1)
     for step in range(3):
@@ -299,7 +274,7 @@ def test_alternating_heads_match_separate_runs() -> None:
 def test_no_tile_is_kept_if_all_tokens_are_ignored() -> None:
     inputs, labels = filter_data()
     state = FilterState()
-    loss, *gradients = run(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
+    loss, *gradients = fused_step(inputs, torch.full_like(labels, -100), 0.1, PLAIN, state)
     assert loss == state.stats()["kept"] == 0 and not any(gradient.any() for gradient in gradients)
 
 
@@ -388,7 +363,7 @@ def test_passes_and_slabs_change_nothing(
     unsplit, slabs = (None, True, None), ((2, False, None), (3, False, 4))
     for workspace in (unsplit, *slabs, (None, True, 1), (None, True, 15), (None, True, 9)):
         used, state = force_workspace(monkeypatch, *workspace), FilterState()
-        loss, hidden, weight = run(inputs, labels, gradient_filter, SOFT, state, (True, need_weight))
+        loss, hidden, weight = fused_step(inputs, labels, gradient_filter, SOFT, state, (True, need_weight))
         assert len(used) == 1
         results.append(([loss, hidden, *([weight] if need_weight else [])], state.stats()))
     first, stats = results[0]
@@ -442,7 +417,7 @@ def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: py
             filter_run, "plan_workspace", lambda *a, m=at_once: dataclasses.replace(real(*a), measured_at_once=m)
         )
         state = FilterState()
-        run((hidden, weight, None), labels, 0.05, Options(softcap=softcap), state)
+        fused_step((hidden, weight, None), labels, 0.05, Options(softcap=softcap), state)
         report = state._last
         found.append([report.error, report.weight_error, report.rounding_error, report.rounding_weight_error])
     for ours, all_at_once in zip(found[1], found[0], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forced_strategies import count_strategies, force_strategy, forward_counter, trained_like_inputs
-from losses import PLAIN, Options, check_against_plain, fused_loss, plain_loss
+from losses import PLAIN, Options, check_against_plain, fused_loss, plain_step
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
 
@@ -31,11 +31,6 @@ def gradients(
     leaves: list[Tensor], labels: Tensor, config: CCEConfig, state: FilterState | None = None
 ) -> tuple[Tensor, ...]:
     return torch.autograd.grad(linear_cross_entropy(*leaves, labels, config=config, filter_state=state), leaves)
-
-
-def plain_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
-    return torch.autograd.grad(plain_loss(*leaves, None, labels, PLAIN), leaves)
 
 
 def make_config(strategy: str) -> CCEConfig:
@@ -179,8 +174,9 @@ def test_a_cuda_graph_replays_a_step(strategy: str, forced: Counter[str]) -> Non
         leaves[0].copy_(torch.where(even[:, None], hidden.roll(64, 0), new_hidden))
         labels.copy_(torch.where(even, labels.roll(64, 0), new_labels))
     graph.replay()
-    exact = plain_gradients(*leaves, labels, torch.float64)
-    baseline = plain_gradients(*leaves, labels, torch.bfloat16)
+    (_, *exact), (_, *baseline) = (
+        plain_step((*leaves, None), labels, PLAIN, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
     assert_all_accurate(found, baseline, exact, "after new inputs")
 
 
@@ -259,7 +255,8 @@ def test_the_requested_error_is_met(gradient_filter: float, monkeypatch: pytest.
     state, leaves = FilterState(), leaves_of(hidden, weight)
     for _ in range(8):
         found = gradients(leaves, labels, config, state)
-    exact, stats = plain_gradients(hidden, weight, labels, torch.float64), state.stats()
+    _, *exact = plain_step((hidden, weight, None), labels)
+    stats = state.stats()
     errors = [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
     assert errors[0] / 2 <= stats["error"] <= 2 * errors[0]
     assert errors[1] / 2 <= stats["weight_error"] <= 2 * errors[1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from forced_strategies import KEEPS_ALL, backward_counter, config_for, force_strategy, trained_like_inputs
-from losses import PLAIN, check_against_plain, fused_loss, make_inputs
+from losses import PLAIN, check_against_plain, fused_loss, fused_step, make_inputs
 from models import batch, loss_and_grads, tiny_llama
 from numerics import assert_accurate, assert_all_accurate
 from test_callback import build, logged
@@ -50,12 +50,9 @@ def step(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Run one small training step with that state; return the weight's gradient."""
-    (hidden, weight, _), labels = make_inputs(n, d, v, dtype)
-    weight.requires_grad_()
-    config = CCEConfig("triton", gradient_filter=gradient_filter)
-    linear_cross_entropy(hidden.requires_grad_(), weight, labels, config=config, filter_state=state).backward()
-    assert weight.grad is not None
-    return weight.grad
+    gradient = fused_step(*make_inputs(n, d, v, dtype), gradient_filter, state=state)[2]
+    assert gradient is not None
+    return gradient
 
 
 # Rounding errors of the hidden and weight gradients that tests report to "auto".
@@ -202,9 +199,7 @@ def test_the_requested_error_is_reached(counts: Counter[str], monkeypatch: pytes
     hidden, weight, labels = trained_like_inputs(120, 32, 460)
     gradient_filter, state, errors = 0.06, FilterState(), []
     for _ in range(5):
-        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        config = CCEConfig("triton", gradient_filter=gradient_filter)
-        linear_cross_entropy(*leaves, labels, config=config, filter_state=state).backward()
+        fused_step((hidden, weight, None), labels, gradient_filter, state=state)
         errors.append(state.stats()["error"])
     away = [abs(math.log(error / gradient_filter)) for error in errors]
     assert away[-1] < away[0] / 2 and min(away) == min(away[-2:])

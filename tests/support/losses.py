@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,31 @@ def fused_loss(config: CCEConfig | None = None, state: FilterState | None = None
         )  # fmt: skip
 
     return loss
+
+
+def fused_step(
+    inputs: Inputs,
+    labels: Tensor,
+    gradient_filter: Any,
+    options: Options = PLAIN,
+    state: FilterState | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (loss, hidden gradient, weight gradient) of the kernels with that ``gradient_filter``; the bias is frozen."""
+    hidden, weight = (x.detach().clone().requires_grad_(need) for x, need in zip(inputs, needs, strict=False))
+    config = CCEConfig("triton", gradient_filter=gradient_filter)
+    loss = fused_loss(config, state)(hidden, weight, inputs[2], labels, options)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def plain_step(
+    inputs: Inputs, labels: Tensor, options: Options = PLAIN, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (loss, hidden gradient, weight gradient) of full logits."""
+    hidden, weight = (x.detach().to(dtype, copy=True).requires_grad_() for x in inputs[:2])
+    loss = plain_loss(hidden, weight, None if inputs[2] is None else inputs[2].to(dtype), labels, options)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
 def loss_and_gradients(
