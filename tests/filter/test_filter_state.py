@@ -8,6 +8,7 @@ import itertools
 import math
 import pickle
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,24 +327,19 @@ def test_auto_drops_nothing_until_it_has_measured_a_benefit(
             assert 0 < state.stats()["kept"] < 0.99
         assert found == expected
     counts.clear()  # without a state nothing would bound the error
-    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    linear_cross_entropy(*leaves, labels, config=CCEConfig("triton")).backward()
+    fused_step((hidden, weight, None), labels, "auto")
     assert "filtered" not in counts
 
 
 def test_the_first_probe_uses_the_estimated_threshold(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kept share that decides whether filtering pays is that of the estimated threshold, not that of the initial guess."""
     hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.bfloat16)
-    weight.requires_grad_()
-
-    def probe(state: FilterState) -> None:
-        linear_cross_entropy(hidden, weight, labels, config=CCEConfig("triton"), filter_state=state).backward()
-
+    probe = partial(fused_step, (hidden, weight, None), labels, "auto", needs=(False, True))
     kept = []
     for first in (0.002, 0.05, 0.2):
         monkeypatch.setattr(state_module, "AUTO_TAU", first)
         state = FilterState()
-        probe(state)
+        probe(state=state)
         moved = state.stats()["tau"]
         assert_near(moved, next_tau(state, "auto"), "where the threshold goes")
         assert abs(moved / first - 1) > 0.1
@@ -351,7 +347,7 @@ def test_the_first_probe_uses_the_estimated_threshold(counts: Counter[str], monk
         again = FilterState()
         again.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
         again._calls, again._tau = state_module.MEASURE_FIRST, torch.tensor(moved)
-        probe(again)  # measures nothing
+        probe(state=again)  # measures nothing
         assert again.stats()["kept"] == kept[-1] and again.stats()["tau"] == moved
     assert kept[0] > kept[-1]
 
@@ -416,27 +412,25 @@ def test_micro_batches_add_up(strategy: str, forced: Counter[str]) -> None:
     items = int((labels != -100).sum())
     config, state = config_for(strategy, gradient_filter=KEEPS_ALL), FilterState()
 
-    def gradients(dtype: torch.dtype, ours: bool, at_once: bool) -> list[Tensor]:
+    ours = partial(linear_cross_entropy, num_items_in_batch=items, config=config, filter_state=state)
+
+    def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") / items
+
+    def gradients(loss: Any, dtype: torch.dtype, at_once: bool) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
         losses = []
         for rows in (slice(0, 17), slice(17, 40)):
-            h, y = leaves[0][rows], labels[rows]
-            if ours:
-                loss = linear_cross_entropy(
-                    h, leaves[1], y, num_items_in_batch=items, config=config, filter_state=state
-                )
-            else:
-                loss = torch.nn.functional.cross_entropy(h @ leaves[1].t(), y, reduction="sum") / items
-            losses.append(loss)
+            losses.append(loss(leaves[0][rows], leaves[1], labels[rows]))
             if not at_once:
-                loss.backward()
+                losses.pop().backward()
         if at_once:
             torch.stack(losses).sum().backward()
         return [x.grad for x in leaves]
 
-    exact, baseline = gradients(torch.float64, False, False), gradients(torch.float32, False, False)
+    exact, baseline = (gradients(plain, dtype, False) for dtype in (torch.float64, torch.float32))
     for at_once in (False, True):
-        assert_all_accurate(gradients(torch.float32, True, at_once), baseline, exact, f"at once: {at_once}")
+        assert_all_accurate(gradients(ours, torch.float32, at_once), baseline, exact, f"at once: {at_once}")
     assert strategy == "portable" or forced[strategy] == 4
 
 
