@@ -542,20 +542,6 @@ def test_logits_are_materialized_once() -> None:
     assert run_on_logits(use_logits, torch.float32, True)[2].stats.materialized == 1
 
 
-@pytest.mark.parametrize(
-    ("then", "fused"), [(flat_loss, 1), (lambda logits: logits.softmax(-1)[..., 0], 0)], ids=["loss", "softmax"]
-)
-def test_gradients_after_reading_under_no_grad(then: Callable[[Any], Any], fused: int) -> None:
-    def use_logits(logits: Any) -> Any:
-        with torch.no_grad():
-            logits.argmax(-1)
-        return then(logits)
-
-    expected, actual = run_on_logits(use_logits, torch.float32, False), run_on_logits(use_logits, torch.float32, True)
-    assert len(actual[1]) == 3 and actual[2].fused == fused
-    assert_all_accurate(actual[1], expected[1], expected[1], "gradient")
-
-
 @pytest.mark.parametrize("changed", [1, 2], ids=["weight", "bias"])
 def test_reading_after_head_changed_raises(changed: int) -> None:
     inputs = make_inputs()
