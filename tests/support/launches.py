@@ -75,11 +75,8 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
     x, few = Inputs(hidden, weight, None, labels), Inputs(hidden[: n - 7400], weight, None, labels[: n - 7400])
     with_bias, biased, items = x, spec, Divisor()
     if spec.softcap:
-        with_bias, biased, items = (
-            x._replace(bias=bias),
-            spec._replace(needs=(True,) * 3),
-            Divisor(labels.new_empty(())),
-        )
+        with_bias, biased = x._replace(bias=bias), spec._replace(needs=(True,) * 3)
+        items = Divisor(labels.new_empty(()))
     frozen = spec._replace(needs=(True, False, False))
 
     def exact(spec: LossSpec, mib: int = 256) -> Strategy:

@@ -84,17 +84,9 @@ def with_reference() -> Any:
     return preferences().add_column("reference", [" " + text(300 + i, 7) for i in range(8)])
 
 
-def even_words(completions: list[str], **_: Any) -> list[float]:
-    return [sum(word[-1:] in "02468" for word in completion.split()) / 8 for completion in completions]
-
-
 def code_sum(completions: list[str], **_: Any) -> list[float]:
     """Return rewards that differ in each group: Adam would turn rounding errors into a full step if the gradient were zero."""
     return [sum(map(ord, completion)) % 17 / 17 for completion in completions]
-
-
-def has_w4(completions: list[str], **_: Any) -> list[float]:
-    return [float("w4" in completion) for completion in completions]
 
 
 def trainer_of(name: str, rows: Callable[[], Any], module: str = "trl", reward: Any = None, **usual: Any) -> Any:
@@ -128,9 +120,11 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     **PREFERENCE,
     # These two sample completions and compare with a frozen copy of the model.
     "online dpo": experimental(
-        "OnlineDPO", prompts, module="online_dpo", reward=even_words, temperature=0.7, max_new_tokens=6
+        "OnlineDPO", prompts, module="online_dpo", reward=code_sum, temperature=0.7, max_new_tokens=6
     ),
-    "a2po": experimental("A2PO", prompts, reward=has_w4, temperature=0.7, max_completion_length=6, num_value_samples=2),
+    "a2po": experimental(
+        "A2PO", prompts, reward=code_sum, temperature=0.7, max_completion_length=6, num_value_samples=2
+    ),
     "dpo": trainer_of("DPO", preferences),
     "kto": trainer_of("KTO", judged),
     "grpo": trainer_of("GRPO", prompts, **SAMPLING),
