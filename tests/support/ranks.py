@@ -257,6 +257,12 @@ BUILD: Callable[[], Any] = tiny_llama
 OPTIONS: dict[str, Any] = {}  # for apply_cce
 
 
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    """Return the whole gradient of every parameter that has one, by name."""
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
 def step(
     model: Any, inputs: dict[str, Tensor], items: int, world: int, extra_forward: Callable[[], Any] = lambda: None
 ) -> dict[str, Tensor]:
@@ -265,9 +271,8 @@ def step(
     extra_forward()
     loss.backward()
     total = loss.detach() / world
-    if world > 1:
-        dist.all_reduce(total)
-    found = {"loss": total if world > 1 else loss.detach()}
+    dist.all_reduce(total)
+    found = {"loss": total}
     if isinstance(model, FullyShardedDataParallel):  # FSDP1 gathers parameters but not the gradients of flat ones
         with torch.no_grad():
             for parameter in model.parameters():
@@ -276,11 +281,7 @@ def step(
             for name, parameter in model.named_parameters():
                 found[name.replace("_fsdp_wrapped_module.", "")] = parameter.detach().clone()
         return found
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+    return found | {name.removeprefix("module."): grad for name, grad in full_gradients(model).items()}
 
 
 def gradients_of_loss_on_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -293,8 +294,7 @@ def gradients_of_loss_on_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()) + (log_p.exp() * log_p).sum(-1).mean()
     )
     loss.backward()
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in grads])
+    return torch.cat([grad.flatten() for grad in full_gradients(model).values()])
 
 
 def read_after_step(model: Any, inputs: dict[str, Tensor]) -> str:
@@ -317,10 +317,8 @@ def unsplit_step(model: Any, inputs: dict[str, Tensor], items: int, mixed: bool)
         output = model(**inputs, num_items_in_batch=torch.tensor(items))
     logits = output.logits.materialize() if isinstance(output.logits, LazyLogits) else output.logits
     output.loss.backward()
-    found = {"loss": output.loss.detach()}
-    for name, parameter in model.named_parameters():
-        if (grad := parameter.grad) is not None:
-            found[name.replace("base_layer.", "")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    gradients = {name.replace("base_layer.", ""): grad for name, grad in full_gradients(model).items()}
+    found = {"loss": output.loss.detach(), **gradients}
     return found, logits.full_tensor() if isinstance(logits, DTensor) else logits.detach()
 
 

@@ -21,7 +21,7 @@ from forced_strategies import (
     forward_counter,
 )
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
-from numerics import assert_accurate, relative_error
+from numerics import assert_all_accurate, relative_error
 from torch import Tensor
 
 from hf_cce import CCEConfig, FilterState, TeacherHead, linear_cross_entropy, linear_divergence, linear_log_probs
@@ -97,20 +97,19 @@ def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_half_the_loss_has_half_the_gradients(strategy: str, forced: Counter[str]) -> None:
     (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
-    for whole, half in zip(
-        *(scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5)), strict=True
-    ):
-        assert whole.any() and torch.equal(0.5 * whole, half)
+    wholes, halves = (scaled_gradients(strategy, (hidden, weight), labels, by) for by in (1.0, 0.5))
+    assert all(whole.any() and torch.equal(0.5 * whole, half) for whole, half in zip(wholes, halves, strict=True))
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, forced: Counter[str]) -> None:
     (hidden, weight, _), labels = make_inputs(40, 72, 131, dtype_for(strategy), DEVICE)
     ignored = (labels < 0)[:, None]
-    found = [scaled_gradients(strategy, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)]
-    for quiet, loud in zip(*found, strict=True):  # the filter may process tokens in another order
-        assert quiet.any()
-        assert_accurate(loud, quiet, quiet, strategy)
+    quiet, loud = (
+        scaled_gradients(strategy, (hidden.where(~ignored, by * hidden), weight), labels) for by in (0.0, 1e4)
+    )
+    assert all(gradient.any() for gradient in quiet)
+    assert_all_accurate(loud, quiet, quiet, strategy)  # the filter may process tokens in another order
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
