@@ -232,12 +232,3 @@ def test_each_model_has_its_own_state() -> None:
     assert (model.cce_stats()["calls"], other.cce_stats()["calls"]) == (2, 4)
     assert patch_of(model).filter_state._calls == 2 and patch_of(other).filter_state._calls == 3
     assert counter.frame_count <= 4
-
-
-def test_a_call_with_hooks_outside_the_graph_is_counted_once() -> None:
-    model = apply_cce(tiny_llama())
-    model.forward = torch.compile(model.forward, backend="aot_eager")
-    for _ in range(3):
-        model(**batch(), use_cache=False).loss.backward()
-    counted = model.cce_stats()
-    assert counted["calls"] == counted["fused"] == 3 and counted["missed"] == counted["materialized"] == 0

@@ -308,6 +308,9 @@ def test_compiled_deferred_logits_raise_after_step(compiled: str) -> None:
         with pytest.raises(RuntimeError, match="the hidden states or the LM head have changed since"):
             output.logits.sum()
     assert torch.isfinite(before)
+    counters = stats(model)  # the hooks of the model stay outside the graph
+    assert counters.calls == counters.fused == 4 and counters.missed == 0
+    assert counters.materialized == counters.read == 2
 
 
 @pytest.mark.parametrize(
