@@ -80,7 +80,7 @@ class Decision(NamedTuple):
     """The name of a strategy, and its implementation."""
 
     strategy: str  # a key of WHY
-    implementation: str  # "triton" if kernels run in it, else "portable"; unused by "full_logits"
+    implementation: str  # "triton" if the kernels can multiply, too, else "portable"; unused by "full_logits"
 
 
 class Explanation(NamedTuple):
@@ -246,10 +246,8 @@ def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> D
     if implementation == "portable":
         if not one_pass_pays(p, spec):
             return Decision("recompute", implementation)
-        if not runs_row_kernel(p, spec.implementation):
-            return Decision("one_pass", implementation)
         one = any(spec.needs) and 0 < one_block_bytes(p) <= _budget(p, spec, "one_pass")
-        return Decision("one_block" if one else "one_pass", "triton")
+        return Decision("one_block" if one and runs_row_kernel(p, spec.implementation) else "one_pass", implementation)
     return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec)
 
 
@@ -396,7 +394,9 @@ def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Div
     if budget != spec.memory_budget:
         spec = spec._replace(memory_budget=budget)
     kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
-    return kinds[decision.strategy](spec, divisor, decision.implementation == "triton")
+    multiplies = decision.strategy in ("recompute", "exact")
+    triton = decision.implementation == "triton" if multiplies else runs_row_kernel(p, spec.implementation)
+    return kinds[decision.strategy](spec, divisor, triton)
 
 
 def explain_dispatch(

@@ -233,10 +233,7 @@ def test_gradients_of_nearly_certain_tokens(options: dict[str, float], dtype: to
 
 def test_dispatch_by_dtype_and_size() -> None:
     found = explain_dispatch(8192, 896, 151_936, torch.float32)
-    assert (found.strategy, found.implementation) == (
-        "one_pass",
-        "triton",
-    )  # PyTorch multiplies, a kernel does the rest
+    assert (found.strategy, found.implementation) == ("one_pass", "portable")
     assert explain_dispatch(8192, 896, 151_936, torch.float32, config=CCEConfig("triton")).strategy == "exact"
     for budget, strategy in (("auto", "one_pass"), ("520MiB", "one_pass"), ("512MiB", "recompute")):  # dW: 260 MiB
         config = CCEConfig("portable", memory_budget=budget)
