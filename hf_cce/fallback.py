@@ -295,7 +295,7 @@ class GradSums:
 
 
 def token_blocks(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients = logits_to_gradients
+    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients | None = None
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
@@ -330,7 +330,9 @@ def token_blocks(
             for total in (sums.weight, sums.rest, sums.bias):
                 if total is not None:
                     total.zero_()
-        losses[rows], lse[rows] = to_gradients(z, labels[rows], spec, sums.scale, x.bias is not None)
+        losses[rows], lse[rows] = (to_gradients or logits_to_gradients)(
+            z, labels[rows], spec, sums.scale, x.bias is not None
+        )
         if sums.hidden is not None:
             sums.hidden[rows] = multiply(z, x.weight, rounded=True).mul_(valid[rows, None])
         if sums.weight is not None:
