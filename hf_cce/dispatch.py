@@ -256,9 +256,9 @@ def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
     return Decision("one_block" if any(spec.needs) and is_few(p, spec) else "exact", "triton")
 
 
-def is_few(p: Problem, spec: LossSpec) -> bool:
-    """Return True if the time goes into kernel launches, and all logits in the inputs' dtype fit the budget."""
-    return 0 < one_block_bytes(p) <= min(spec.memory_budget, ONE_BLOCK_BYTES)
+def is_few(p: Problem, spec: LossSpec, most: int = 0) -> bool:
+    """Return True if all logits in the inputs' dtype fit the budget, and are few or take at most ``most`` bytes."""
+    return 0 < one_block_bytes(p) <= max(most, min(spec.memory_budget, ONE_BLOCK_BYTES))
 
 
 def one_block_bytes(p: Problem) -> int:
@@ -335,7 +335,9 @@ def dispatch_fused_statistics(
         return Statistics(spec, wanted, False)
     only_losses = keeps_logits and any(spec.needs) and not with_lse and not any(wanted)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
-        few = only_losses and is_few(p, remaining)
+        # The kernels would compute the logits again in the backward pass. The buffer is freed before dW, if that is as large.
+        most = _head_gradient_bytes(p, spec) if spec.auto_budget else 0
+        few = only_losses and is_few(p, remaining, most)
         return (TokenLosses if few else Statistics)(remaining, wanted, True)
     stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
     remaining = remaining._replace(memory_budget=stored + beside)

@@ -53,6 +53,17 @@ def test_strided_labels_and_inputs(strategy: str, reduction: str, forced: Counte
     assert forced[forward_counter(strategy)] == (reduction == "mean" or strategy == "one_block")  # else not counted
 
 
+@pytest.mark.parametrize("strategy", ["one_block", "exact", "portable"])
+def test_the_sum_of_losses_has_one_upstream_gradient_for_all_tokens(strategy: str, forced: Counter[str]) -> None:
+    """Autograd expands it: its stride is 0."""
+    (hidden, weight, _), labels = make_inputs(40, 72, 131, torch.float32, DEVICE)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    losses = linear_cross_entropy(*leaves, labels, reduction="none", config=config_for(strategy))
+    expanded = torch.autograd.grad(losses.sum(), leaves)
+    losses = linear_cross_entropy(*leaves, labels, reduction="none", config=config_for(strategy))
+    assert all(map(torch.equal, expanded, torch.autograd.grad(losses, leaves, torch.ones_like(losses))))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_ignore_index_may_be_a_vocabulary_entry(strategy: str, dtype: torch.dtype, forced: Counter[str]) -> None:
