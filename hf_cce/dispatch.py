@@ -253,7 +253,9 @@ def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> D
 
 def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
     """Return the kernels' strategy without the filter."""
-    return Decision("one_block" if any(spec.needs) and is_few(p, spec) else "exact", "triton")
+    # Without gradients, the kernels compute the logits only once, too, so fewer launches pay for fewer tokens only.
+    pays = any(spec.needs) or p.tokens * p.vocab_size <= FULL_LOGITS_MAX
+    return Decision("one_block" if pays and is_few(p, spec) else "exact", "triton")
 
 
 def is_few(p: Problem, spec: LossSpec, most: int = 0) -> bool:
