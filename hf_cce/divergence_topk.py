@@ -169,7 +169,7 @@ def _of_all_logits(
     assert weight is not None
     acc_dtype, block, room, kept = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget, None
     if factor is not None:
-        kept = kept_gradient(student, factor, spec.beta)
+        kept = kept_gradient(student, factor, spec.beta, True)
     else:
         room //= 2
         block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
