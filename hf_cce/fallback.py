@@ -246,7 +246,7 @@ def token_losses(
     ``make_factor`` is called when a GPU has its first GEMM; it checks the labels and returns a factor that upstream gradients
     contain.
     """
-    (hidden, _, _, labels), rows = reference.select_rows(x, spec)
+    (hidden, _, _, labels), rows = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor, free=not _is_plain(spec))
@@ -298,7 +298,7 @@ def token_blocks(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients | None = None
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
-    (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
+    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
     most = math.inf if supports_fp32_out(hidden) else 1.0
@@ -376,7 +376,7 @@ def logit_stats(
     −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1. ``check_labels`` is called
     when a GPU has its first GEMM.
     """
-    (hidden, _, _, labels), chosen = reference.select_rows(x, spec)
+    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     stores = any(spec.needs)
     block = max(1, n) if stores else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
