@@ -370,10 +370,10 @@ def dispatch_divergence(
     ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
     """
     budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
-    # For a top-k teacher, the kernels compute no more than the student's logsumexp.
-    most = logits if top_k and auto else FULL_LOGITS_MAX
     _, beside, fits = _kept_logits(p, budget, auto, trains)
-    if triton and (logits > most or not fits or config.implementation == "triton" or p.device.type != "cuda"):
+    if triton and (
+        logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"
+    ):
         return budget, True, False
     if auto:  # chunks of two models; for few tokens, as much as full logits take
         beside = max(2 * beside, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))

@@ -252,8 +252,7 @@ def _divergences(
     hidden, weight, *_ = student
     assert weight is not None
     triton = choose_implementation(hidden.device, hidden.dtype, config.implementation) == "triton"
-    if isinstance(teacher, Head):
-        triton &= teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    triton &= isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
     top_k = isinstance(teacher, TeacherTopK)

@@ -22,17 +22,15 @@ from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
     WantedGrads,
-    divergence_kernels,
     head_gradients,
     log_mixture,
-    make_slabs,
     portable_column_bytes,
     refuse_second_derivative,
 )
 from hf_cce.divergence_rows import KeptGradient, expectation, gradients_of_rows, kept_gradient, logits_of, row_chunks
 from hf_cce.fallback import tokens_per_block
 from hf_cce.ops import compute_context
-from hf_cce.reference import apply_scale_and_softcap_, fp16_unit
+from hf_cce.reference import fp16_unit
 from hf_cce.spec import accumulation_dtype
 
 
@@ -69,11 +67,10 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 class SupportGrads(NamedTuple):
-    """The divergence of each token, and its gradient."""
+    """The divergence of each token, and its gradient with respect to the student's logits."""
 
     divergence: Tensor  # [N]
     inside: Tensor  # [N, k], e
-    p: Tensor  # [N, k], the student's probabilities
     outside: Tensor | None  # [N, 1], c; None: 0
 
 
@@ -96,16 +93,12 @@ def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: b
             divergence += beta * expectation(log_pt.exp(), log_pt - log_m, True)
     # g is the gradient with respect to the log-probabilities as if they were independent.
     if not lump:
-        return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), ps, None)
+        return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), None)
     of_tail, tail = g[:, k:], ps[:, k:]
     of_tail.masked_fill_(tail < 1.25 * torch.finfo(ps.dtype).eps, 0.0)  # it is a constant there
     total = g.sum(1, keepdim=True)
-    return SupportGrads(
-        divergence,
-        torch.addcmul(g, ps, total, value=-1)[:, :k],
-        ps[:, :k],
-        torch.addcdiv(total, of_tail, tail, value=-1),
-    )
+    outside = torch.addcdiv(total, of_tail, tail, value=-1)
+    return SupportGrads(divergence, torch.addcmul(g, ps, total, value=-1)[:, :k], outside)
 
 
 def _with_tail(log_p: Tensor) -> Tensor:
@@ -123,21 +116,8 @@ class TopKDivergence(torch.autograd.Function):
         lump: bool, spec: DivergenceSpec, factor: Tensor | float | None,
     ) -> Tensor:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        ctx.kept = None
-        rows: tuple[Tensor | None, ...] = ()
         with compute_context(hidden):
-            if spec.keeps_logits:
-                divergence, ctx.kept = _of_all_logits(student, teacher, lump, spec, factor)
-            else:
-                support = Support.of(*teacher, len(weight))
-                z = _logits_of(support.ids, student, spec)
-                lse = _logsumexp(student, spec)[:, None] if lump else None
-                log_ps = z if lse is None else z - lse
-                divergence, inside, p, outside = divergence_on_support(log_ps, support, spec.beta, lump)
-                # The gradient is −c · p everywhere, plus this at the ids.
-                inside = inside if outside is None else inside + outside * p
-                inside = (inside * student.logit_derivative(z)).masked_fill_(support.padding, 0.0)
-                rows = (inside, outside, lse)
+            divergence, ctx.kept, rows = _of_all_logits(student, teacher, lump, spec, factor)
         ctx.save_for_backward(hidden, weight, bias, *rows)
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         ctx.rest = student[3:], teacher, lump, spec, factor
@@ -157,18 +137,20 @@ class TopKDivergence(torch.autograd.Function):
                 assert kept is not None
                 grads = gradients_of_rows(kept, student, grad, wanted)
             else:
-                grads = _gradients_by_slabs(student, teacher[0], rows, grad[:, None], spec, wanted)
+                grads = _gradients_by_slabs(student, teacher, rows, grad[:, None], spec, wanted)
         return *grads, None, None, None, None, None
 
 
 def _of_all_logits(
     student: Head, teacher: tuple[Tensor, Tensor], lump: bool, spec: DivergenceSpec, factor: Tensor | float | None
-) -> tuple[Tensor, KeptGradient | None]:
-    """Return the divergence [N] and, with a ``factor``, the logits' gradient."""
+) -> tuple[Tensor, KeptGradient | None, list[Tensor]]:
+    """Return the divergence [N] and, with a ``factor``, the logits' gradient, or what ``_gradients_by_slabs`` needs."""
     hidden, weight, n = student.hidden, student.weight, len(student.hidden)
     assert weight is not None
     acc_dtype, block, room, kept = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget, None
-    if factor is not None:
+    saved: list[Tensor] = []
+    by_slabs = factor is not None and not spec.keeps_logits
+    if factor is not None and not by_slabs:
         kept = kept_gradient(student, factor, spec.beta, True)
     else:
         room //= 2
@@ -178,20 +160,35 @@ def _of_all_logits(
     copies = 1 + copied + (student.softcap > 0)
     support = Support.of(*teacher, len(weight))  # while a GPU computes the first GEMM
     divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
+    if by_slabs:
+        saved = [divergence.new_empty(n, width) for width in (support.ids.shape[1], 1, 1)]
     for start in range(0, n, block):
-        x = logits_of(student, slice(start, start + block)) if kept is None else kept.logits
+        of_block = slice(start, start + block)
+        if by_slabs:  # not rounded, as in the backward pass
+            x = student._replace(hidden=hidden[of_block]).logits()
+        else:
+            x = logits_of(student, of_block) if kept is None else kept.logits
         for chunk in row_chunks(x, copies, room):
             rows = slice(start + chunk.start, start + chunk.stop)
             of_rows = support.rows(rows)
-            z = student.finish(x[chunk], acc_dtype)
+            z = x[chunk] if by_slabs else student.finish(x[chunk], acc_dtype)
             log_p = F.log_softmax(z, 1, dtype=acc_dtype) if lump else z
             found = divergence_on_support(log_p.gather(1, of_rows.ids).to(acc_dtype), of_rows, spec.beta, lump)
             divergence[rows] = found.divergence
             if kept is not None:
                 _write_gradient(kept, x[chunk], z, log_p.exp_() if lump else None, found, of_rows, student)
+            for whole, part in zip(saved, _for_slabs(z, found, of_rows, student) if saved else (), strict=True):
+                whole[rows] = part
             del z, log_p
         del x  # free them before the next ones are allocated
-    return divergence, kept
+    return divergence, kept, saved
+
+
+def _for_slabs(z: Tensor, found: SupportGrads, support: Support, student: Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (gradient at the ids [n, k], c [n, 1], logsumexp of z [n, 1])."""
+    inside = found.inside * student.logit_derivative(z.gather(1, support.ids).to(found.inside.dtype))
+    outside = torch.zeros_like(found.divergence)[:, None] if found.outside is None else found.outside
+    return inside, outside, z.to(inside.dtype).logsumexp(1, keepdim=True)
 
 
 def _write_gradient(
@@ -216,51 +213,28 @@ def _write_gradient(
 
 
 def _gradients_by_slabs(
-    student: Head, ids: Tensor, rows: list[Any], grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
+    student: Head,
+    teacher: tuple[Tensor, Tensor],
+    rows: list[Tensor],
+    grad: Tensor,
+    spec: DivergenceSpec,
+    wanted: WantedGrads,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N, 1], from recomputed logits."""
-    inside, outside, lse = rows
-    inside, outside = inside * grad, None if outside is None else outside * -grad
-    unit = fp16_unit(student.hidden.dtype, inside, *([] if outside is None else [outside]))
+    (inside, outside, lse), (ids, log_p) = rows, teacher
+    real = log_p != -math.inf
+    inside, outside = inside * grad, outside * -grad
+    unit = fp16_unit(student.hidden.dtype, inside, outside)
     if unit is not None:
-        inside, outside = inside / unit, None if outside is None else outside / unit
+        inside, outside = inside / unit, outside / unit
 
     def slab_grad(slab: slice) -> Tensor:
         width = slab.stop - slab.start
-        here, columns = (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
-        if outside is None:
-            g = inside.new_zeros(len(ids), width)
-        else:
-            z = student.columns(slab.start, slab.stop).logits()
-            derivative = student.logit_derivative(z)
-            g = z.sub_(lse).exp_().mul_(outside).mul_(derivative)
+        here, columns = real & (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
+        z = student.columns(slab.start, slab.stop).logits()
+        derivative = student.logit_derivative(z)
+        g = z.sub_(lse).exp_().mul_(outside).mul_(derivative)
+        g.scatter_add_(1, columns, torch.where(here, -g.gather(1, columns), 0))  # exactly zero
         return g.scatter_add_(1, columns, torch.where(here, inside, 0))
 
     return head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)
-
-
-def _logsumexp(student: Head, spec: DivergenceSpec) -> Tensor:
-    n = len(student.hidden)
-    if spec.triton and n:
-        kernels, count = divergence_kernels(), torch.full((), n, device=student.hidden.device)
-        return kernels.row_lse(kernels.with_contiguous_rows(student), count, False, spec.memory_budget)[0]
-    slabs = make_slabs(student, spec, portable_column_bytes(student))
-    parts = student.hidden.new_empty((len(slabs), n), dtype=accumulation_dtype(student.hidden.dtype))
-    for part, x in zip(parts, slabs, strict=True):  # allocated before the loop, as in ``divergence_passes``
-        torch.logsumexp(student.columns(x.start, x.stop).logits(), 1, out=part)
-    return parts.logsumexp(0)
-
-
-def _logits_of(ids: Tensor, student: Head, spec: DivergenceSpec) -> Tensor:
-    """Return z of ``ids`` [N, k], gathering weight rows for a block of tokens at a time."""
-    weight, bias, acc_dtype = student.weight, student.bias, accumulation_dtype(student.hidden.dtype)
-    assert weight is not None
-    found = torch.empty(ids.shape, dtype=acc_dtype, device=ids.device)
-    bytes_per_token = ids.shape[1] * weight.shape[1] * (weight.dtype.itemsize + acc_dtype.itemsize)
-    block = max(1, spec.memory_budget // 2 // max(bytes_per_token, 1))
-    for start in range(0, ids.shape[0], block):
-        rows = slice(start, start + block)
-        hidden = student.hidden[rows].to(acc_dtype)
-        x = torch.bmm(weight[ids[rows]].to(acc_dtype), hidden[:, :, None])[:, :, 0]
-        found[rows] = x if bias is None else x.add_(bias[ids[rows]])
-    return apply_scale_and_softcap_(found, student.logit_scale, student.softcap)

@@ -105,9 +105,8 @@ def test_many_slabs(
         return [slice(start, min(cut[-1], start + width)) for start in range(0, cut[-1], width)]
 
     monkeypatch.setattr(divergence_passes, "make_slabs", make_slabs)
-    monkeypatch.setattr("hf_cce.divergence_topk.make_slabs", make_slabs)
     check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
-    assert cut
+    assert bool(cut) == (implementation == "slabs" or form in ("head", "logits"))  # PyTorch keeps a top-k student's logits
 
 
 def test_slabs_keep_to_the_budget() -> None:
@@ -324,15 +323,14 @@ def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> 
     assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3
 
 
-@pytest.mark.parametrize("case", [Case(form="head"), Case("jsd", form="logits"), Case(form="lump")], ids=str)
+@pytest.mark.parametrize("case", [Case(form="head"), Case("jsd", form="logits")], ids=str)
 def test_no_tensor_is_kept_for_each_slab(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors between the large ones of a slab would keep a CPU's heap from reusing their memory."""
     x = make_inputs(case, torch.float32)
     most_live = []
     for count in (20, 60):
         slabs = [slice(131 * i // count, 131 * (i + 1) // count) for i in range(count)]
-        for name in ("divergence_passes", "divergence_topk"):
-            monkeypatch.setattr(f"hf_cce.{name}.make_slabs", lambda *_, slabs=slabs: slabs)
+        monkeypatch.setattr(divergence_passes, "make_slabs", lambda *_, slabs=slabs: slabs)
         with PeakMemory(set()) as memory:
             fused_divergence(x, x.student(torch.float32), case)
         most_live.append(memory.most_live)
