@@ -216,7 +216,8 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
         entropy = lse - expectation if spec.entropy else expectation
     if spec.kl:
         divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
-        return RowStats(lse, teacher_lse, divergence, divergence, entropy)
+        # A copy, which autograd saves: the caller may change the divergence in place.
+        return RowStats(lse, teacher_lse, divergence, divergence.clone(), entropy)
     divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in slabs:
         s, t = _slab_heads(student, teacher, tokens, slab)

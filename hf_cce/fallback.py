@@ -118,7 +118,8 @@ def logits_to_gradients(
         if spec.softcap:
             at_label *= 1 - (label_logit / spec.softcap).square()
         z.scatter_(1, y, (at_label * scale).to(z.dtype))
-    return loss[:, 0].masked_fill_(ignored, 0.0), lse[:, 0].masked_fill_(ignored, 0.0)
+    # Not in place: the caller of a loss may change it in place, which autograd refuses for a view.
+    return loss[:, 0].masked_fill(ignored, 0.0), lse[:, 0].masked_fill(ignored, 0.0)
 
 
 def _chunk_bytes(z: Tensor, spec: LossSpec, least: int) -> int:

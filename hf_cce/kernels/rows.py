@@ -151,10 +151,13 @@ def all_logits(x: Inputs) -> Tensor:
 
 def row_losses(logits: Tensor, labels: Tensor, spec: LossSpec) -> RowLosses:
     n, v = logits.shape
-    vectors = torch.empty((4, padded(n)), device=logits.device, dtype=torch.float32)[:, :n].unbind()
+    # Not a row of the others' buffer: callers change a loss in place, which autograd refuses for a view.
+    loss = torch.empty(n, device=logits.device, dtype=torch.float32)
+    lse, largest, log_total = loss.new_empty((3, padded(n)))[:, :n].unbind()
     if n:
-        _row_loss_kernel[(n,)](logits, labels, *vectors, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8)
-    loss, lse, largest, log_total = vectors
+        _row_loss_kernel[(n,)](
+            logits, labels, loss, lse, largest, log_total, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8,
+        )  # fmt: skip
     return RowLosses(loss, lse, largest, log_total, logits)
 
 

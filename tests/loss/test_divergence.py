@@ -106,7 +106,9 @@ def test_many_slabs(
 
     monkeypatch.setattr(divergence_passes, "make_slabs", make_slabs)
     check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
-    assert bool(cut) == (implementation == "slabs" or form in ("head", "logits"))  # PyTorch keeps a top-k student's logits
+    assert bool(cut) == (
+        implementation == "slabs" or form in ("head", "logits")
+    )  # PyTorch keeps a top-k student's logits
 
 
 def test_slabs_keep_to_the_budget() -> None:
@@ -233,6 +235,21 @@ def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> No
     loss = fused_divergence(x, leaves, replace(case, form=form, **EVERYTHING))
     first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+@ALL
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_divergences_of_tokens_may_be_changed_in_place(
+    case: Case, form: str, implementation: str, config: CCEConfig, device: str
+) -> None:
+    case = replace(case, form=form, reduction="none")
+    x = make_inputs(case, torch.float32, device)
+    expected, found = (
+        outcome(x, lambda *leaves, double=double: double(fused_divergence(x, leaves, case, config)))
+        for double in (lambda y: y * 2, lambda y: y.mul_(2))
+    )
+    assert_all_accurate(found, expected, expected)
 
 
 def test_num_items_in_batch() -> None:

@@ -64,6 +64,22 @@ def test_the_sum_of_losses_has_one_upstream_gradient_for_all_tokens(strategy: st
     assert all(map(torch.equal, expanded, torch.autograd.grad(losses, leaves, torch.ones_like(losses))))
 
 
+@pytest.mark.parametrize("ignored", ["none", "some"])
+@pytest.mark.parametrize("strategy", ["one_block", "exact", "portable"])
+def test_losses_of_tokens_may_be_changed_in_place(strategy: str, ignored: str, forced: Counter[str]) -> None:
+    """As those of ``F.cross_entropy``: code that weights tokens writes ``loss *= weights``."""
+    options = Options(reduction="none")
+    inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, ignored=ignored)
+    weights = torch.linspace(0.5, 2.0, 37, device=DEVICE)
+
+    def weighted(loss: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        return loss_and_gradients(lambda *args: loss(*args).mul_(weights), inputs, labels, options, dtype)
+
+    found = weighted(fused_loss(config_for(strategy)), torch.float32)
+    baseline, exact = (weighted(plain_loss, dtype) for dtype in (torch.float32, torch.float64))
+    assert_all_accurate(found, baseline, exact, strategy)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_ignore_index_may_be_a_vocabulary_entry(strategy: str, dtype: torch.dtype, forced: Counter[str]) -> None:
