@@ -318,7 +318,9 @@ def _top_k_divergence(
         hidden = torch.where(mask[:, None], hidden, 0)
         log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
     given, lump = (teacher.ids, log_p), teacher.tail == "lump"
-    return TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, factor)
+    found = TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, factor)
+    # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
+    return found if mask is None else torch.where(mask, found, 0)
 
 
 def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:

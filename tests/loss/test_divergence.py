@@ -5,6 +5,7 @@ Kernels run on a GPU if there is one, else in Triton's interpreter with tiles sm
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -132,6 +133,21 @@ def test_masked_tokens_are_not_read() -> None:
         x.hidden[~x.mask] = torch.nan
         x.teacher_hidden[~x.mask] = torch.nan
         assert all(map(torch.equal, fused_outcome(x, case), expected))
+
+
+@ALL
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("upstream", [math.inf, math.nan])
+def test_upstream_gradients_of_masked_tokens_are_ignored(
+    upstream: float, form: str, implementation: str, config: CCEConfig, device: str
+) -> None:
+    """The mean over each sequence divides by zero for one that is masked as a whole, even if it is left out afterwards."""
+    case = Case(form=form, masked=True, reduction="none")
+    x, found = make_inputs(case, torch.float32, device), []
+    for value in (0.0, upstream):
+        x.upstream = torch.where(x.mask, x.upstream, value)
+        found.append(outcome(x, lambda *leaves: fused_divergence(x, leaves, case, config)))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("part", ["student", "teacher"])
