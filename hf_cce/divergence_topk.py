@@ -118,16 +118,18 @@ class TopKDivergence(torch.autograd.Function):
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
         with compute_context(hidden):
             divergence, ctx.kept, rows = _of_all_logits(student, teacher, lump, spec, factor)
-        ctx.save_for_backward(hidden, weight, bias, *rows)
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
-        ctx.rest = student[3:], teacher, lump, spec, factor
+        ctx.teacher = teacher if any(x.is_inference() for x in teacher) else None
+        ctx.save_for_backward(hidden, weight, bias, *((None, None) if ctx.teacher else teacher), *rows)
+        ctx.rest = student[3:], lump, spec, factor
         return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        hidden, weight, bias, *rows = ctx.saved_tensors
-        form, teacher, lump, spec, factor = ctx.rest
+        hidden, weight, bias, ids, log_p, *rows = ctx.saved_tensors
+        form, lump, spec, factor = ctx.rest
+        teacher = ctx.teacher or (ids, log_p)
         student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
         kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):

@@ -327,6 +327,20 @@ def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: tor
     assert_all_accurate(found[1], found[0], found[0])
 
 
+@ALL
+@pytest.mark.parametrize("tail", ["lump", "renormalize"])
+def test_a_teacher_changed_in_place_before_the_backward_pass_is_an_error(
+    tail: str, implementation: str, config: CCEConfig, device: str
+) -> None:
+    case = Case(form=tail)
+    x = make_inputs(case, torch.float32, device)
+    leaves, teacher = x.student(torch.float32), top_k(x, case)
+    loss = linear_divergence(*leaves, teacher, config=config)
+    teacher.ids.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_second_derivative_is_refused() -> None:
     for case in (Case(), Case(form="lump")):
         x = make_inputs(case, torch.float32)
