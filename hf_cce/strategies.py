@@ -303,8 +303,18 @@ class OneBlock(Strategy):
         self.cache = kernels.row_losses(logits, x.labels, self.spec)
         return (self.cache.loss.sum() * factor,), Saved(self.cache.lse, factor=factor)
 
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        self.cache = self.cache or all_row_losses(x, self.spec)
+        return super().backward(x, saved, upstream, needs)
+
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         return kernels_module().row_gradients(cache, x, spec, upstream[0], saved.factor)
+
+
+def all_row_losses(x: Inputs, spec: LossSpec) -> Any:
+    """Compute what a first backward pass has consumed. ``recompute`` would combine exact logits with the lse of rounded ones."""
+    kernels = kernels_module()
+    return kernels.row_losses(kernels.all_logits(x), x.labels, spec)
 
 
 class Recompute(Strategy):
@@ -467,6 +477,11 @@ class TokenLosses(StoredStatistics):
         else:
             losses, lse, _, self.cache = fallback.token_losses(x, self.spec, lambda: self.factor(x))
         return (*(lse.new_empty(0) for _ in LogitStats._fields), losses), Saved(lse)
+
+    def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
+        if self.triton:
+            self.cache = self.cache or all_row_losses(x, self.spec)
+        return super().backward(x, saved, upstream, needs)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return list(outputs[:6])

@@ -80,6 +80,20 @@ def test_losses_of_tokens_may_be_changed_in_place(strategy: str, ignored: str, f
     assert_all_accurate(found, baseline, exact, strategy)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_second_backward_from_rounded_logits(
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has overwritten the logits; others that are rounded differently would not fit the saved logsumexp."""
+    force_strategy(monkeypatch, "one_block")
+    (hidden, weight, _), labels = make_inputs(37, 40, 131, dtype, DEVICE, logit_std=6.0)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, labels, reduction=reduction, config=config_for("one_block")).sum()
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "portable"])
 def test_ignore_index_may_be_a_vocabulary_entry(strategy: str, dtype: torch.dtype, forced: Counter[str]) -> None:
