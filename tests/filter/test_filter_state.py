@@ -397,9 +397,10 @@ def test_a_second_backward_recomputes(strategy: str, forced: Counter[str]) -> No
     second = torch.autograd.grad(once, leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
-    assert forced[strategy] == 1
+    passes = 2 if strategy == "one_block" else 1  # which recomputes by running twice
+    assert forced[strategy] == passes
     if strategy in ("filtered", "one_block", "token_groups"):
-        assert forced[backward_counter(strategy)] == 1
+        assert forced[backward_counter(strategy)] == passes
     assert_all_accurate(second, first, first)
 
 
