@@ -237,8 +237,12 @@ def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig
         return False
     config = checks.check_config(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
-    spec = LossSpec.of(config, n, (False, weight.requires_grad and torch.is_grad_enabled(), False))
-    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, hidden_states.dtype, hidden_states.device), spec)
+    dtype, device = hidden_states.dtype, hidden_states.device
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+    needs = [x.requires_grad and torch.is_grad_enabled() for x in (hidden_states, weight)]
+    spec = LossSpec.of(config, n, (needs[0], needs[1], False))
+    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, dtype, device), spec)
 
 
 def rounds_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None) -> bool:

@@ -37,7 +37,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from hf_cce import CCEConfig, apply_cce, remove_cce, supported_models
+from hf_cce import CCEConfig, apply_cce, dispatch, remove_cce, supported_models
 from hf_cce.api import class_names
 from hf_cce.config import MIB
 from hf_cce.deferred import handlers, head_input
@@ -574,6 +574,20 @@ def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = stats(patched)
     assert (counted.calls, counted.few_tokens, counted.fused, counted.missed) == (2, 2, 0, 0)
     assert counted.without_fallback == 2
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_head_and_loss_ask_alike_whether_tokens_are_few(
+    autocast: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: asked.append((p.dtype, spec.needs)))
+    model = apply_cce(tiny_llama())
+    model.lm_head.requires_grad_(not frozen)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**batch())
+    assert asked == [(torch.bfloat16 if autocast else torch.float32, (True, not frozen, False))] * 2
 
 
 def test_few_tokens_threshold() -> None:
