@@ -35,8 +35,8 @@ def _row_loss_kernel(
     labels,  # [N]
     loss,  # [N], written; zero where the label is ignored
     lse,  # [N], likewise
-    largest,  # [N], written; lse − largest is log_total
-    log_total,  # [N], written
+    largest,  # [N], written: the largest logit, 0 if all are −inf; not where the label is ignored
+    log_total,  # [N], written: log Σ exp(logit − largest), likewise
     vocab_size,
     stride,
     ignore_index,
@@ -108,7 +108,8 @@ def _row_gradient_kernel(
     start = logits + row.to(tl.int64) * stride
     row_largest = tl.load(largest + row)
     row_log_total = tl.load(log_total + row)
-    of_label = tl.load(grad + row * grad_stride).to(tl.float32) * logit_scale
+    # The gradient of a logit before scale and softcap is of_p · p − everywhere, minus of_label at the label, times the slope.
+    of_label = tl.load(grad + row.to(tl.int64) * grad_stride).to(tl.float32) * logit_scale
     if factor is not None:
         of_label *= tl.load(factor).to(tl.float32)
     of_p = of_label
@@ -165,7 +166,7 @@ def _options(spec: LossSpec) -> tuple[int, float, float | None, float | None, fl
     return spec.ignore_index, spec.logit_scale, spec.softcap or None, spec.label_smoothing or None, spec.z_loss or None
 
 
-def row_gradients(
+def overwrite_with_gradient(
     rows: RowLosses, labels: Tensor, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
 ) -> Tensor:
     """Overwrite the logits with their gradient for upstream gradients ``grad`` [N] or a scalar, times a scalar ``factor``."""
@@ -182,18 +183,20 @@ def row_gradients(
 def logits_to_gradients(
     z: Tensor, labels: Tensor, spec: LossSpec, scale: Tensor | float, has_bias: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as ``hf_cce.fallback.logits_to_gradients``. ``has_bias`` makes no difference."""
+    """Compute the same as ``hf_cce.fallback.logits_to_gradients``, for which a bias of minus infinity is a special case."""
     rows = row_losses(z, labels, spec)
     if any(spec.needs):
-        row_gradients(rows, labels, spec, torch.full((), scale, device=z.device) if isinstance(scale, float) else scale)
+        overwrite_with_gradient(
+            rows, labels, spec, torch.full((), scale, device=z.device) if isinstance(scale, float) else scale
+        )
     return rows.loss, rows.lse
 
 
 def gradients(
     rows: RowLosses, x: Inputs, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, weight and bias, None if not needed; for ``grad`` and ``factor`` see ``row_gradients``."""
-    g, (need_hidden, need_weight, need_bias) = row_gradients(rows, x.labels, spec, grad, factor), spec.needs
+    """Return the gradients of hidden, weight and bias, None if not needed; for ``grad`` and ``factor`` see ``overwrite_with_gradient``."""
+    g, (need_hidden, need_weight, need_bias) = overwrite_with_gradient(rows, x.labels, spec, grad, factor), spec.needs
     return (
         product(g, x.weight) if need_hidden else None,
         g.t() @ x.hidden if need_weight else None,
