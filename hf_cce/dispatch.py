@@ -49,9 +49,8 @@ ONE_BLOCK_BYTES = 256 << 20
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
-FULL_LOGITS_MAX_OPTIONS = (
-    16_000_000  # with a softcap, label smoothing or a z-loss, which the kernels compute in the same launches
-)
+# The same for losses with a softcap, label smoothing or a z-loss, which cost PyTorch more launches, but not the row kernels.
+FULL_LOGITS_MAX_OPTIONS = 16_000_000
 BYTES_PER_LOGIT = 12  # per logit: log-probabilities and the gradients of log-probabilities and logits, in float32
 # The maximum of tokens · hidden size · vocabulary for 16-bit dtypes and an odd vocabulary: GEMMs on unaligned rows are slow.
 FULL_LOGITS_MAX_WORK_ODD = 1.6e10

@@ -1,9 +1,10 @@
 """Divergence from a teacher given by its k most probable tokens.
 
 It depends on the student's probabilities of these tokens and of all others together ("lump"), or on the former relative to each
-other. For a token v, its gradient is e_v for one of the k, else −c · p_v. Both are computed in the forward pass, for an upstream
-gradient of one; ``hf_cce.divergence_rows`` describes how the logits are kept until the backward pass. If the memory budget has no
-room for them, the backward pass recomputes them, one slab of the vocabulary at a time.
+other. Its gradient with respect to the logit of entry v is e_v for one of the k tokens, else −c · p_v, with a number c for each
+position. Both are computed in the forward pass, for an upstream gradient of one; ``hf_cce.divergence_rows`` describes how the
+logits are kept until the backward pass. If the memory budget has no room for them, the backward pass recomputes them, one slab of
+the vocabulary at a time.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature, p = softmax(z); β as in
 ``hf_cce.divergence_passes``.
@@ -35,7 +36,10 @@ from hf_cce.spec import accumulation_dtype
 
 
 class Support(NamedTuple):
-    """The k tokens of a teacher. Where padding, the id and later the gradient are those of the most probable token."""
+    """The k tokens of a teacher.
+
+    Where padding, the id and later the gradient are those of the most probable token, so that ``scatter_`` writes it twice.
+    """
 
     ids: Tensor  # [N, k]
     log_p: Tensor  # [N, k]; very low where padding: minus infinity would give NaN
@@ -95,7 +99,7 @@ def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: b
     if not lump:
         return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), None)
     of_tail, tail = g[:, k:], ps[:, k:]
-    of_tail.masked_fill_(tail < 1.25 * torch.finfo(ps.dtype).eps, 0.0)  # it is a constant there
+    of_tail.masked_fill_(tail < 1.25 * torch.finfo(ps.dtype).eps, 0.0)  # clamped to a constant, see _with_tail
     total = g.sum(1, keepdim=True)
     outside = torch.addcdiv(total, of_tail, tail, value=-1)
     return SupportGrads(divergence, torch.addcmul(g, ps, total, value=-1)[:, :k], outside)
@@ -157,7 +161,8 @@ def _of_all_logits(
     else:
         room //= 2
         block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
-    # log p, its input if that is not the kept logits themselves, and with a softcap its derivative
+    # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
+    # derivative
     copied = hidden.dtype != acc_dtype or len(weight) % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
     copies = 1 + copied + (student.softcap > 0)
     support = Support.of(*teacher, len(weight))  # while a GPU computes the first GEMM

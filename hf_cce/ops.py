@@ -93,6 +93,7 @@ def _backward(
         strategy.release()
         grads, lse = strategy.token_grads(saved, upstream), saved.in_token_order()
         if direct:
+            # Kernels that only turn logits into gradients may have run: recomputing needs those that also multiply.
             tiles = triton and choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
             return recompute(x, spec, lse, saved.entropy, grads, tiles)
         return recompute_by_operator(x, spec, lse, saved.entropy, grads)

@@ -464,7 +464,7 @@ class StoredStatistics(Statistics):
 class TokenLosses(StoredStatistics):
     """−log p(label) of each token; the logits are overwritten with its gradient, which the backward pass multiplies.
 
-    The outputs are as those of ``StoredStatistics``; only the last has a gradient, and the others may be empty.
+    The outputs are as those of ``StoredStatistics``, but only the last one is computed; the others are empty.
     """
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:

@@ -195,7 +195,7 @@ def logits_to_gradients(
 def gradients(
     rows: RowLosses, x: Inputs, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, weight and bias, None if not needed; for ``grad`` and ``factor`` see ``overwrite_with_gradient``."""
+    """Return the gradients of hidden, weight and bias, None if not needed; see ``overwrite_with_gradient``."""
     g, (need_hidden, need_weight, need_bias) = overwrite_with_gradient(rows, x.labels, spec, grad, factor), spec.needs
     return (
         product(g, x.weight) if need_hidden else None,
