@@ -36,8 +36,6 @@ from hf_cce.fallback import (
 )
 from hf_cce.spec import accumulation_dtype
 
-REVERSE_KL = 64.0  # in float16: p · (gap − KL) may be as large as a gap of log-probabilities
-
 
 def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
     """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
@@ -71,7 +69,7 @@ def divergence_of_rows(
     )
     kept = None
     if factor is not None:
-        kept = kept_gradient(student, factor, spec.beta)
+        kept = kept_gradient(student, factor, spec.beta, False)
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
@@ -99,11 +97,14 @@ def divergence_of_rows(
     return divergence, entropy, kept
 
 
-def kept_gradient(student: Head, factor: Tensor | float, beta: float) -> KeptGradient:
-    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``."""
-    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor)
-    if logits.dtype == torch.float16 and beta == 1.0:
-        scale = scale / REVERSE_KL
+def kept_gradient(student: Head, factor: Tensor | float, beta: float, free: bool) -> KeptGradient:
+    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``.
+
+    ``free``: multiplying the gradient by a scale takes no pass of its own.
+    """
+    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor, free)
+    if logits.dtype == torch.float16 and beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
+        scale = scale / 64
     return KeptGradient(logits, scale)
 
 

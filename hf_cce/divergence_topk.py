@@ -22,23 +22,14 @@ from torch import Tensor
 from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
-    HeadGrads,
     WantedGrads,
     head_gradients,
     log_mixture,
     portable_column_bytes,
     refuse_second_derivative,
 )
-from hf_cce.divergence_rows import (
-    REVERSE_KL,
-    KeptGradient,
-    expectation,
-    gradients_of_rows,
-    kept_gradient,
-    logits_of,
-    row_chunks,
-)
-from hf_cce.fallback import FULL_PRECISION, logit_products, tokens_per_block
+from hf_cce.divergence_rows import KeptGradient, expectation, gradients_of_rows, kept_gradient, logits_of, row_chunks
+from hf_cce.fallback import tokens_per_block
 from hf_cce.ops import compute_context
 from hf_cce.reference import fp16_unit
 from hf_cce.spec import accumulation_dtype
@@ -129,63 +120,45 @@ class TopKDivergence(torch.autograd.Function):
         lump: bool, spec: DivergenceSpec, factor: Tensor | float | None,
     ) -> Tensor:  # fmt: skip
         student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        # In 16 bits, upstream gradients would be rounded once more, with the hidden states. Otherwise the logits' gradient is
-        # computed now, without them.
-        early, kept = hidden.dtype in FULL_PRECISION or not any(ctx.needs_input_grad[1:3]), None
         with compute_context(hidden):
-            if factor is not None and spec.keeps_logits:
-                kept = kept_gradient(student, factor, spec.beta) if early else KeptGradient(logits_of(student), 1.0)
-            by_slabs = factor is not None and kept is None
-            divergence, rows = _of_all_logits(student, teacher, lump, spec, kept, early and kept is not None, by_slabs)
+            divergence, ctx.kept, rows = _of_all_logits(student, teacher, lump, spec, factor)
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         ctx.teacher = teacher if any(x.is_inference() for x in teacher) else None
         ctx.save_for_backward(hidden, weight, bias, *((None, None) if ctx.teacher else teacher), *rows)
-        ctx.kept, ctx.rest = kept, (student[3:], lump, spec, early)
+        ctx.rest = student[3:], lump, spec, factor
         return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
         hidden, weight, bias, ids, log_p, *rows = ctx.saved_tensors
-        form, lump, spec, early = ctx.rest
+        form, lump, spec, factor = ctx.rest
         teacher = ctx.teacher or (ids, log_p)
         student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
         kept, ctx.kept = ctx.kept, None
-        grads: HeadGrads
         with compute_context(hidden):
-            if kept is not None and early:
+            if spec.keeps_logits:
+                if kept is None:  # a second backward pass
+                    kept = _of_all_logits(student, teacher, lump, spec, factor)[1]
+                assert kept is not None
                 grads = gradients_of_rows(kept, student, grad, wanted)
-            elif spec.keeps_logits:  # or a second backward pass
-                unit = fp16_unit(hidden.dtype, grad * student.logit_scale)
-                unit = unit if unit is None or spec.beta != 1.0 else unit * REVERSE_KL
-                logits = logits_of(student) if kept is None else kept.logits
-                kept = KeptGradient(logits, (grad if unit is None else grad / unit)[:, None])
-                _of_all_logits(student, teacher, lump, spec, kept, True, False)
-                ones = torch.ones_like(grad)
-                grads = logit_products(logits, hidden, weight, wanted.needs, ones, unit)
             else:
                 grads = _gradients_by_slabs(student, teacher, rows, grad[:, None], spec, wanted)
         return *grads, None, None, None, None, None
 
 
 def _of_all_logits(
-    student: Head,
-    teacher: tuple[Tensor, Tensor],
-    lump: bool,
-    spec: DivergenceSpec,
-    kept: KeptGradient | None,
-    writes: bool,
-    by_slabs: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the divergence [N] and, if ``by_slabs``, what ``_gradients_by_slabs`` needs.
-
-    ``writes``: overwrite the kept logits with their gradient.
-    """
+    student: Head, teacher: tuple[Tensor, Tensor], lump: bool, spec: DivergenceSpec, factor: Tensor | float | None
+) -> tuple[Tensor, KeptGradient | None, list[Tensor]]:
+    """Return the divergence [N] and, with a ``factor``, the logits' gradient, or what ``_gradients_by_slabs`` needs."""
     hidden, weight, n = student.hidden, student.weight, len(student.hidden)
     assert weight is not None
-    acc_dtype, block, room = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget
+    acc_dtype, block, room, kept = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget, None
     saved: list[Tensor] = []
-    if kept is None:
+    by_slabs = factor is not None and not spec.keeps_logits
+    if factor is not None and not by_slabs:
+        kept = kept_gradient(student, factor, spec.beta, True)
+    else:
         room //= 2
         block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
     # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
@@ -209,14 +182,13 @@ def _of_all_logits(
             log_p = F.log_softmax(z, 1, dtype=acc_dtype) if lump else z
             found = divergence_on_support(log_p.gather(1, of_rows.ids).to(acc_dtype), of_rows, spec.beta, lump)
             divergence[rows] = found.divergence
-            if kept is not None and writes:
-                by = kept.scale[rows] if isinstance(kept.scale, Tensor) and kept.scale.dim() else kept.scale
-                _write_gradient(x[chunk], by, z, log_p.exp_() if lump else None, found, of_rows, student)
+            if kept is not None:
+                _write_gradient(kept, x[chunk], z, log_p.exp_() if lump else None, found, of_rows, student)
             for whole, part in zip(saved, _for_slabs(z, found, of_rows, student) if saved else (), strict=True):
                 whole[rows] = part
             del z, log_p
         del x  # free them before the next ones are allocated
-    return divergence, saved
+    return divergence, kept, saved
 
 
 def _for_slabs(z: Tensor, found: SupportGrads, support: Support, student: Head) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,10 +199,10 @@ def _for_slabs(z: Tensor, found: SupportGrads, support: Support, student: Head) 
 
 
 def _write_gradient(
-    out: Tensor, by: Tensor | float, z: Tensor, p: Tensor | None, found: SupportGrads, support: Support, student: Head
+    kept: KeptGradient, out: Tensor, z: Tensor, p: Tensor | None, found: SupportGrads, support: Support, student: Head
 ) -> None:
-    """Set ``out``, which ``z`` may alias, to the gradient times ``by``. Overwrites ``p``, which is None if c = 0."""
-    inside = found.inside.masked_fill_(support.padding, 0.0)
+    """Set ``out``, some rows of ``kept``, which ``z`` may alias. Overwrites ``p``, which is None if c = 0."""
+    inside, by = found.inside.masked_fill_(support.padding, 0.0), kept.scale
     derivative = student.logit_derivative(z)
     if isinstance(derivative, Tensor):
         inside = inside.mul_(derivative.gather(1, support.ids))
