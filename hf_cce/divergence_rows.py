@@ -69,7 +69,7 @@ def divergence_of_rows(
     )
     kept = None
     if factor is not None:
-        kept = kept_gradient(student, factor, spec.beta, False)
+        kept = kept_gradient(student, factor, spec.beta)
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
@@ -97,12 +97,9 @@ def divergence_of_rows(
     return divergence, entropy, kept
 
 
-def kept_gradient(student: Head, factor: Tensor | float, beta: float, free: bool) -> KeptGradient:
-    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``.
-
-    ``free``: multiplying the gradient by a scale takes no pass of its own.
-    """
-    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor, free)
+def kept_gradient(student: Head, factor: Tensor | float, beta: float) -> KeptGradient:
+    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``."""
+    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor, exact=True)
     if logits.dtype == torch.float16 and beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
         scale = scale / 64
     return KeptGradient(logits, scale)

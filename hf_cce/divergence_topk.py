@@ -157,7 +157,7 @@ def _of_all_logits(
     saved: list[Tensor] = []
     by_slabs = factor is not None and not spec.keeps_logits
     if factor is not None and not by_slabs:
-        kept = kept_gradient(student, factor, spec.beta, True)
+        kept = kept_gradient(student, factor, spec.beta)
     else:
         room //= 2
         block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)

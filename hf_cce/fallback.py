@@ -217,14 +217,15 @@ def logit_products(
     return grad_hidden, grad_weight, grad_bias
 
 
-def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float, free: bool = False) -> Tensor | float:
+def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float, exact: bool = False) -> Tensor | float:
     """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
     In 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by the remaining power of two
-    adds no rounding. On a GPU only if it is ``free``, not a pass of its own: there, only the hidden states are rounded once more.
+    adds no rounding. On a GPU, where only the hidden states would be rounded once more, it does so only if ``exact``: in the
+    plain loss, that would be a pass of its own.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
-    if hidden.dtype in FULL_PRECISION or (supports_fp32_out(hidden) and not free):
+    if hidden.dtype in FULL_PRECISION or (supports_fp32_out(hidden) and not exact):
         return scale
     if not isinstance(factor, Tensor):
         return scale * math.frexp(factor)[0]
@@ -250,7 +251,7 @@ def token_losses(
     (hidden, _, _, labels), rows = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
-    scale = gradient_scale(hidden, spec.logit_scale, factor, free=not _is_plain(spec))
+    scale = gradient_scale(hidden, spec.logit_scale, factor, exact=not _is_plain(spec))
     loss, lse = (
         put_rows(each, rows, len(x.labels)) for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
     )
