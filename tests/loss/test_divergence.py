@@ -6,6 +6,7 @@ Kernels run on a GPU if there is one, else in Triton's interpreter with tiles sm
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -53,8 +54,8 @@ ALL = pytest.mark.parametrize("implementation", ["rows", "slabs", "triton"])
 
 
 @pytest.fixture
-def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> CCEConfig:
-    """Return a config for ``implementation``, and make sure that the functions of the others do not run in its place."""
+def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CCEConfig]:
+    """Yield a config for ``implementation``, and make sure that the functions of the others do not run in its place."""
     if implementation != "slabs":
         for name in ("_logits_parts", "_mixture_sums", "_slab_gradient"):
             monkeypatch.setattr(divergence_passes, name, None)
@@ -65,8 +66,9 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     if implementation == "slabs":
         monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
-    return CCEConfig("triton" if implementation == "triton" else "portable")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    yield CCEConfig("triton" if implementation == "triton" else "portable")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
