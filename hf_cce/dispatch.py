@@ -252,7 +252,7 @@ def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> D
 
 def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
     """Return the kernels' strategy without the filter."""
-    # Without gradients, the kernels compute the logits only once, too, so fewer launches pay for fewer tokens only.
+    # Without gradients, the tile kernels compute the logits once, too: fewer launches pay off for few tokens only.
     pays = any(spec.needs) or p.tokens * p.vocab_size <= FULL_LOGITS_MAX
     return Decision("one_block" if pays and is_few(p, spec) else "exact", "triton")
 
@@ -336,7 +336,7 @@ def dispatch_fused_statistics(
         return Statistics(spec, wanted, False)
     only_losses = keeps_logits and any(spec.needs) and not with_lse and not any(wanted)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
-        # The kernels would compute the logits again in the backward pass. The buffer is freed before dW, if that is as large.
+        # The kernels would compute the logits again in the backward pass. Memory as large as dW, if that is needed, saves this.
         most = _head_gradient_bytes(p, spec) if spec.auto_budget else 0
         few = only_losses and is_few(p, remaining, most)
         return (TokenLosses if few else Statistics)(remaining, wanted, True)
