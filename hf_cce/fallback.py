@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
+from hf_cce.matmul import ALIGNED, multiply, multiply_add, product, supports_fp32_out
 from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
@@ -207,9 +207,9 @@ def logit_products(
     elif need_weight:
         grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
     if need_hidden:
-        product = multiply(g, weight, rounded=True)
-        grad_hidden = product if product.dtype == g.dtype else torch.empty_like(product, dtype=g.dtype)
-        torch.mul(product, total[:, None], out=grad_hidden)
+        unscaled = multiply(g, weight, rounded=True)
+        grad_hidden = unscaled if unscaled.dtype == g.dtype else torch.empty_like(unscaled, dtype=g.dtype)
+        torch.mul(unscaled, total[:, None], out=grad_hidden)
     if need_bias:
         largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
         grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None], rounded=True)[:, 0] * largest
@@ -440,15 +440,14 @@ def stored_gradients(
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             f = z[chunk] if _is_plain(spec) else _processed(z[chunk], spec, copy=False)
-            log_p = F.log_softmax(
-                f, 1, dtype=lse.dtype
-            )  # more accurate than z − lse, which matters if p(label) is close to 1
+            # More accurate than z − lse, which matters if p(label) is close to 1.
+            log_p = F.log_softmax(f, 1, dtype=lse.dtype)
             some_entropy = None if entropy is None else entropy[chunk]
             of_chunk = grads.map(itemgetter(chunk))
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
             del f, log_p  # free them before the next ones are allocated
     return [
-        put_rows(torch.mm(z, x.weight), stored.rows, len(x.hidden)) if need_hidden else None,
+        put_rows(product(z, x.weight), stored.rows, len(x.hidden)) if need_hidden else None,
         torch.mm(z.t(), stored.hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]
