@@ -79,9 +79,9 @@ def fresh_dynamo() -> None:
 @pytest.fixture
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let argmax-like operations take seven tokens of 99 logits at a time; by default all tokens of a test fit at once."""
-    from hf_cce.deferred import handlers
+    from hf_cce.deferred.recipe import Recipe
 
-    monkeypatch.setattr(handlers, "_scratch_bytes", lambda recipe: 8 * 99 * 7)
+    monkeypatch.setattr(Recipe, "scratch_bytes", lambda recipe: 8 * 99 * 7)
 
 
 @pytest.fixture

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from hf_cce.config import CCEConfig
 from hf_cce.deferred.lazy_tensor import LazyTensor
+from hf_cce.deferred.logit_statistics import (
+    NO_LABEL,
+    compute_log_probs,
+    gather_log_probs,
+    gather_logits,
+    note_gathered_rows,
+)
 from hf_cce.deferred.operations import (
     Meaning,
     apply_ops,
@@ -30,7 +34,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe, SharedStorage
-from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs, rounds_logits
+from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
@@ -41,7 +45,6 @@ CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy"}
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
-NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 
 
 def implements(*names: str) -> Callable[[Any], Any]:
@@ -116,7 +119,7 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
     """Apply ``op`` to the token dimensions, which hidden states and logits share; the result is a view unless ``op`` copies."""
 
     def change(r: Recipe) -> Recipe:
-        moved = r.replace(hidden_states=op(r.hidden_states))
+        moved = r.replace(hidden_states=op(r.hidden_states), part_of=(r, op))
         return moved.with_ops() if copies else moved
 
     return x._derive(op, change)
@@ -140,8 +143,12 @@ def _index(x: Any, key: Any) -> Any:
         if rows[0].shape != ids.shape:  # several ids of a token, which would be computed once for each
             return NotImplemented
         ids = torch.where(ids < 0, ids + x.shape[-1], ids).long().unsqueeze(-1)
-        found = _gather(_apply_to_token_dims(x, lambda z: z[rows]), -1, ids)
-        return found if found is NotImplemented else found.squeeze(-1)
+        part = _apply_to_token_dims(x, lambda z: z[rows])
+        found = _gather(part, -1, ids)
+        if found is NotImplemented:
+            return NotImplemented
+        note_gathered_rows(x.recipe, part.recipe, tuple(rows))
+        return found.squeeze(-1)
     split = split_index(key, x.ndim)
     if split is None:
         return NotImplemented
@@ -170,9 +177,10 @@ def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     cut = lambda z: getattr(z, name)(*sizes, dim=dim)  # noqa: E731
     with torch.enable_grad():
         parts = cut(x.recipe.hidden_states)
+    ops = [lambda z, i=i: cut(z)[i] for i in range(len(parts))]
     return tuple(
-        x._derive(lambda z, i=i: cut(z)[i], lambda r, part=part: r.replace(hidden_states=part))
-        for i, part in enumerate(parts)
+        x._derive(op, lambda r, part=part, op=op: r.replace(hidden_states=part, part_of=(r, op)))
+        for op, part in zip(ops, parts, strict=True)
     )
 
 
@@ -395,7 +403,7 @@ def can_compute_log_probs(x: Any, index: Any = None) -> bool:
 
 def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
-    return _fused_statistics(x, lambda r: result(_compute_log_probs(r, ids, **wanted)), native)
+    return _fused_statistics(x, lambda r: result(compute_log_probs(r, ids, **wanted)), native)
 
 
 def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
@@ -405,53 +413,6 @@ def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native
         x.recipe.call.note_fused()
     # As cross entropy, float64 for float64 logits
     return tuple(v if v is None else v.to(x.device, torch.promote_types(v.dtype, x.dtype)) for v in results)
-
-
-def _compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
-    """Call ``linear_log_probs``. Its result is cached until the backward pass, for statistics of the same logits.
-
-    Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
-    both in one pass from its second step on.
-    """
-    arguments, key, cached = r.loss_arguments(), (*r.operands, *r.meaning.logit_ops), r.call.last_pass
-    owner, eager = r.call.owner, not torch.compiler.is_compiling()
-    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and eager
-    mean = None
-    if wanted.get("mean_logit") and simple:
-        mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
-        if not any(wanted.values()):
-            return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
-    same = cached is not None and len(cached[0]) == len(key) and all(map(operator.is_, cached[0], key))
-    found = cached[1] if same and ids is None else None
-    if found is not None and any(is_wanted and getattr(found, name) is None for name, is_wanted in wanted.items()):
-        found = None
-    if owner is not None and eager and ids is None and wanted.get("entropy"):
-        owner.expects_entropy = same
-    if found is None:
-        if owner is not None and eager and ids is not None and torch.is_grad_enabled():
-            wanted["entropy"] = wanted.get("entropy") or owner.expects_entropy
-            owner.expects_entropy = False  # until it is asked for again
-        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-        labels = labels.to(r.hidden_states.device)
-        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
-        if torch.is_grad_enabled() and eager:
-            r.call.last_pass = key, found
-    return found if mean is None else found._replace(mean_logit=mean)
-
-
-def _mean_logit(r: Recipe) -> Tensor:
-    """Compute the mean logit [...]: the product of the hidden states with the weight's mean row, by blocks of tokens."""
-    arguments, acc_dtype = r.loss_arguments(), accumulation_dtype(r.hidden_states.dtype)
-    hidden, bias = arguments["hidden_states"], arguments["bias"]
-    mean = arguments["weight"].mean(0, dtype=acc_dtype)
-
-    def product(hidden: Tensor, mean: Tensor) -> Tensor:
-        return hidden.to(acc_dtype) @ mean
-
-    rows = max(1, _scratch_bytes(r) // (4 * acc_dtype.itemsize * hidden.shape[-1]))
-    parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
-    found = torch.cat([_recomputed(product, part, mean) for part in parts]).view(hidden.shape[:-1])
-    return arguments["logit_scale"] * (found if bias is None else found + bias.mean(dtype=acc_dtype))
 
 
 def _over_vocabulary(x: Any, dim: Any) -> bool:
@@ -492,15 +453,9 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     elif torch.compiler.is_compiling() or is_dtensor(x.recipe.weight) or index.shape[-1] > MOST_IDS[str(found.kind)]:
         return NotImplemented
     elif found.kind != "z":
-
-        def fused(r: Recipe) -> tuple[Tensor]:
-            lse = _compute_log_probs(r, None, logsumexp=True).logsumexp
-            assert lse is not None
-            return (scaled(_gather_logits(r, index, accumulation_dtype(r.weight.dtype)) - lse.unsqueeze(-1)),)
-
-        values = _fused_statistics(x, fused, native)[0]
+        values = _fused_statistics(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]
     else:
-        values = x._compute_fused(lambda r: (_gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
+        values = x._compute_fused(lambda r: (gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
     return values if torch.compiler.is_compiling() else _as_before(x, index, values)
 
 
@@ -526,35 +481,6 @@ def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     if dim is None or not isinstance(indices, Tensor):
         return NotImplemented
     return _gather(x, dim, torch.where(indices < 0, indices + x.shape[dim], indices))
-
-
-def _gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``; backward gathers the weight's rows again."""
-    arguments = r.loss_arguments()
-    hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
-    scale, cap = arguments["logit_scale"], arguments["softcap"]
-    ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
-
-    def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return (F.embedding(ids, weight).to(dtype) @ hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
-
-    rows = max(1, _scratch_bytes(r) // (2 * dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
-    blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
-    found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
-    found = found if bias is None else found + bias.to(dtype)[ids]
-    if rounds_logits(hidden, weight, arguments["config"]):  # as do the statistics, with which these may be compared
-        found = found.to(hidden.dtype).to(dtype)
-    found = scale * found
-    return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
-
-
-def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Return ``function(*args)``, which the backward pass computes again."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def _scratch_bytes(r: Recipe) -> int:
-    return (r.call.config or CCEConfig()).workspace_bytes(math.prod(r.hidden_states.shape[:-1]))
 
 
 @implements("sum")
@@ -635,7 +561,7 @@ def _apply_by_blocks(x: Any, function: Callable[[Tensor], tuple[Tensor, ...]], s
     x._check_fresh()
     recipe = x.recipe
     flat = recipe.hidden_states.detach().reshape(-1, recipe.hidden_states.shape[-1])
-    rows = max(1, _scratch_bytes(recipe) // (8 * x.shape[-1]))  # the logits and a copy for casts
+    rows = max(1, recipe.scratch_bytes() // (8 * x.shape[-1]))  # the logits and a copy for casts
     with torch.no_grad():
         found = [function(recipe.replace(hidden_states=part).build()) for part in flat.split(rows)]
     return [torch.cat(each).view(*x.shape[:-1], *shape) for each in zip(*found, strict=True)]

@@ -261,9 +261,17 @@ class Losses(NamedTuple):
     call: Any
 
 
+def share_gradient(x: Tensor, equal: Tensor) -> None:
+    """Let the gradient of ``x`` flow through ``equal``, which has the same value, when other results have gradients as well."""
+    node: Any = x.grad_fn
+    node.metadata[share_gradient] = equal
+
+
 def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     """Return the gradients of the leaves, which all ``losses`` share. One backward pass computes what they have in common."""
     results, upstream = ([x for each in losses for x in getattr(each, name)] for name in ("results", "upstream"))
+    if len(results) > 1:
+        results = [x.grad_fn.metadata.get(share_gradient, x) for x in results]
     _, _, leaves, call = losses[0]
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
@@ -366,7 +374,8 @@ class HeadOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        operands, needed, ctx.call.last_pass = ctx.saved_tensors, ctx.needs_input_grad[2:], None
+        operands, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        ctx.call.last_pass = ctx.call.gathered = None
         losses, dense = _split(grad)
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:

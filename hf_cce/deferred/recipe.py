@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_cce.config import CCEConfig
 from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall, is_freed
@@ -57,6 +59,7 @@ class Recipe:
     versions: tuple[int | None, ...] = ()  # of the leaves
     step: int = 0  # optimizer steps taken before
     entries: Tensor | None = None  # of the weight
+    part_of: tuple[Recipe, Any] | None = None  # (whole, op): these hidden states are ``op(whole.hidden_states)``
     aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property
@@ -79,6 +82,8 @@ class Recipe:
     def replace(self, **changes: Any) -> Recipe:
         # Not vars(self), which breaks the graphs of torch 2.11
         values = {name: getattr(self, name) for name in _FIELDS}
+        if "hidden_states" in changes or "bias" in changes:
+            values["part_of"] = None
         values.update(changes)
         return Recipe(**values)
 
@@ -104,6 +109,10 @@ class Recipe:
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
             made = apply_ops(self.ops, multiply(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
+
+    def scratch_bytes(self) -> int:
+        """Return the memory that a result computed by blocks of tokens may take."""
+        return (self.call.config or CCEConfig()).workspace_bytes(math.prod(self.hidden_states.shape[:-1]))
 
     def mask_ops(self) -> list[Op]:
         return [op for op in self.ops if op[0] == "mask"]

@@ -100,7 +100,9 @@ class TrainingCall:
     full_logits: bool = False  # they were computed, and counted, at least once
     traced: int = 0  # number of ``fused`` that are in a compiled graph
     closed: bool = False  # the call has returned
-    last_pass: Any = None  # (inputs, result) of the last pass through the head; cleared by the backward pass
+    # Cleared by the backward pass
+    last_pass: Any = None  # the last ``Pass`` over the head
+    gathered: Any = None  # the last ``Gathered`` logits
 
     @property
     def token_sums(self) -> TokenSums | None:

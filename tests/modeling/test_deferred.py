@@ -219,6 +219,7 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities of several ids": lambda x: x.log_softmax(-1).gather(-1, several(cut(x, INDEX))).square(),
     "probabilities": lambda x: x.softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)).square(),
     "probabilities of several ids": lambda x: (x / 0.7).softmax(-1).gather(-1, several(cut(x, INDEX))).square(),
+    "two parts": lambda x: x[:, :-1].logsumexp(-1) - x[:, 1:].logsumexp(-1),
     "logits of entries": lambda x: x.gather(-1, several(cut(x, INDEX))).square(),
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
@@ -269,27 +270,74 @@ CASES = [
 ]
 
 
+def from_rows(z: Any) -> Tensor:
+    """As verl and OpenRLHF compute log-probabilities of float32 logits."""
+    return z.gather(-1, INDEX[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in z])
+
+
+def by_position(z: Any) -> Tensor:
+    z = z.flatten(0, 1)
+    return (z[torch.arange(B * S), INDEX.flatten()] - z.logsumexp(-1)).view(B, S)
+
+
+LABEL_LOG_PROBS: dict[str, Callable[[Any], Tensor]] = {
+    "log_softmax": lambda z: z.log_softmax(-1).gather(-1, INDEX[..., None])[..., 0],
+    "several ids": lambda z: z.log_softmax(-1).gather(-1, several(INDEX)[..., :2])[..., 0],
+    "gather first": lambda z: (z.gather(-1, INDEX[..., None]) - z.logsumexp(-1, True))[..., 0],
+    "logsumexp first": lambda z: -z.logsumexp(-1) + z.gather(-1, INDEX[..., None])[..., 0],
+    "after the entropy": lambda z: (
+        0 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1) + z.gather(-1, INDEX[..., None])[..., 0] - z.logsumexp(-1)
+    ),
+    "rows": from_rows,
+    "blocks": lambda z: (
+        z.gather(-1, INDEX[..., None])[..., 0]
+        - torch.cat([block.logsumexp(-1) for block in z.reshape(-1, V).split(5)]).view(B, S)
+    ),
+    "positions": by_position,
+    "two views": lambda z: z[:, :].gather(-1, INDEX[..., None])[..., 0] - z[:, :].logsumexp(-1),
+    "maximum": lambda z: z.max(-1).values - z.logsumexp(-1),
+}
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.7])
-@pytest.mark.parametrize("several", [False, True])
-def test_log_probabilities_of_nearly_certain_tokens_in_bfloat16(several: bool, scale: float) -> None:
-    """An entry and the logsumexp come from logits of the same rounding: a difference of 1/16 exceeds these log-probabilities."""
-    weight = torch.randn(V, 64, generator=torch.Generator().manual_seed(0)) / 8
-    chosen = weight[INDEX]
-    hidden = (16 / scale * chosen / chosen.square().sum(-1, keepdim=True)).bfloat16().requires_grad_()
-    weight, ids = weight.bfloat16(), INDEX[..., None]
+@pytest.mark.parametrize("name", LABEL_LOG_PROBS)
+def test_log_probabilities_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float) -> None:
+    """Rounding the logit of a label and the logsumexp, or their gradients, each by itself would exceed their difference."""
 
-    def log_probs(logits: Any) -> Tensor:
-        z = logits * scale
-        return (
-            z.log_softmax(-1).gather(-1, ids.expand(-1, -1, 2))
-            if several
-            else z.gather(-1, ids) - z.logsumexp(-1, True)
-        )
+    def run(seed: int, dtype: torch.dtype, head: Any) -> list[Any]:
+        weight = torch.randn(V, 64, generator=torch.Generator().manual_seed(seed)) / 8
+        chosen = weight[INDEX]
+        hidden = 16 / scale * chosen / chosen.square().sum(-1, keepdim=True)
+        double = dtype is torch.float64
+        leaves = [(x.double() if double else x).requires_grad_() for x in (hidden.bfloat16(), weight.bfloat16())]
+        log_probs = LABEL_LOG_PROBS[name](head(*leaves).to(dtype) * scale)
+        log_probs.backward(torch.linspace(0.5, 1.5, B * S, dtype=dtype).view(B, S))
+        return [log_probs, *(x.grad for x in leaves)]
 
-    exact = log_probs(F.linear(hidden.double(), weight.double()))
-    plain, found = log_probs(F.linear(hidden, weight).float()), log_probs(lazy_logits(hidden, weight).float())
-    assert exact.max() < 0 and exact.mean() > -0.03
-    assert_accurate(found, plain, exact, "log-probabilities")
+    seeds, float32 = range(8), torch.float32
+    cases = (torch.float64, F.linear), (float32, F.linear), (float32, lazy_logits)
+    runs = ([run(seed, *case) for seed in seeds] for case in cases)
+    exact, plain, found = ([torch.stack(x) for x in zip(*each, strict=True)] for each in runs)
+    assert exact[0].max() < 0 and exact[0].mean() > -0.03
+    assert_all_accurate(found, plain, exact, name, torch.bfloat16)
+
+
+def test_gathered_logits_are_not_mixed_with_those_of_another_bias() -> None:
+    """Adding a bias changes the logits, although the hidden states stay the same."""
+
+    def log_probs(z: Any) -> Tensor:
+        biased = z.flatten(0, 1) + torch.linspace(0, 5, V, dtype=z.dtype)
+        return z.gather(-1, INDEX[..., None]).flatten() - biased.logsumexp(-1)
+
+    hidden, weight = torch.randn(B, S, 8), torch.randn(V, 8)
+    results = []
+    for dtype, head in ((torch.float64, F.linear), (torch.float32, F.linear), (torch.float32, lazy_logits)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        found = log_probs(head(*leaves))
+        found.square().sum().backward()
+        results.append([found, *(x.grad for x in leaves)])
+    exact, plain, fused = results
+    assert_all_accurate(fused, plain, exact)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -40,7 +40,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from hf_cce import CCEConfig, apply_cce, dispatch, remove_cce, supported_models
 from hf_cce.api import class_names
 from hf_cce.config import MIB
-from hf_cce.deferred import handlers, head_input
+from hf_cce.deferred import handlers, head_input, logit_statistics
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.dispatch import explain_dispatch
 from hf_cce.head_checks import output_embeddings, why_not_read
@@ -49,13 +49,13 @@ from hf_cce.patches.causal_lm import patch_of
 
 def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[bool] = []
-    compute = handlers.linear_log_probs
+    compute = logit_statistics.linear_log_probs
 
     def counted(**arguments: Any) -> Any:
         passes.append(bool(arguments.get("entropy")))
         return compute(**arguments)
 
-    monkeypatch.setattr(handlers, "linear_log_probs", counted)
+    monkeypatch.setattr(logit_statistics, "linear_log_probs", counted)
     model = tiny_llama()
     exact, plain, patched = copy.deepcopy(model).double(), copy.deepcopy(model), apply_cce(model)
     ids = torch.randint(model.config.vocab_size, (2, 9))

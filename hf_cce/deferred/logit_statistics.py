@@ -1,0 +1,210 @@
+"""Statistics of deferred logits, such as log-probabilities and entropy, and the logits of chosen token ids.
+
+A pass over the head computes the statistics (``hf_cce.loss.linear_log_probs``) and is reused until the backward pass. Gathered
+logits are cheap products; their gradient is computed by a pass over the head if there is one.
+
+Shapes: hidden_states [..., D], weight [V, D], logits [..., V].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_cce.deferred.lazy_tensor import share_gradient
+from hf_cce.deferred.recipe import Recipe
+from hf_cce.loss import LogProbs, linear_log_probs, rounds_logits
+from hf_cce.sharded import is_dtensor
+from hf_cce.spec import accumulation_dtype
+
+NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
+
+
+class Pass(NamedTuple):
+    """A pass over the head."""
+
+    identity: tuple[Any, ...]
+    found: LogProbs
+    labels: Tensor | None  # None: none were asked for
+
+
+class Gathered(NamedTuple):
+    """Gathered logits whose gradient the next pass of statistics of the same logits is to compute."""
+
+    identity: tuple[Any, ...]
+    logits: Tensor  # [..., K]
+    labels: Tensor  # [...], one token id of each token
+    is_label: Tensor  # [..., K], True for the entries of ``logits`` that belong to ``labels``
+    rows: Any = None  # index of the tokens of ``logits`` among those of ``labels``; None: the same tokens
+
+
+def _identity(r: Recipe) -> tuple[Any, ...]:
+    """Return the objects that determine the logits."""
+    return (*r.operands, *r.meaning.logit_ops)
+
+
+def _is_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(_is_same_object, a, b))
+
+
+def _is_same_object(a: Any, b: Any) -> bool:
+    """Return True for one object, or two views of the same memory, as of ``logits[:, :-1]`` written twice."""
+    if a is b or type(a) is not Tensor or type(b) is not Tensor:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
+    """Call ``linear_log_probs``. Its result is cached until the backward pass, for statistics of the same logits.
+
+    Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
+    both in one pass from its second step on.
+    """
+    joins = ids is None and wanted.get("logsumexp") and torch.is_grad_enabled()
+    gathered = r.call.gathered if joins else None
+    whole: Any = r
+    ops: list[Any] = []  # from ``whole`` to ``r``
+    while gathered is not None and whole is not None and not _is_same(_identity(whole), gathered.identity):
+        whole, op = whole.part_of or (None, None)
+        ops = [op, *ops]
+    if gathered is None or whole is None:
+        return _pass_over_head(r, ids, wanted)
+    found = _pass_over_head(whole, None, wanted, gathered)
+
+    def part(x: Tensor | None) -> Tensor | None:
+        return None if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1)
+
+    return LogProbs(*map(part, found))  # type: ignore[arg-type]
+
+
+def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
+    """See ``compute_log_probs``. The first pass also computes the gradient of ``gathered`` logits."""
+    arguments, key, cached = r.loss_arguments(), _identity(r), r.call.last_pass
+    owner, eager = r.call.owner, not torch.compiler.is_compiling()
+    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and eager
+    mean = None
+    if wanted.get("mean_logit") and simple:
+        mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
+        if not any(wanted.values()):
+            return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
+    same = cached is not None and _is_same(cached.identity, key)
+    found = cached.found if same and ids is None else None
+    if found is not None and any(is_wanted and getattr(found, name) is None for name, is_wanted in wanted.items()):
+        found = None
+    if owner is not None and eager and ids is None and wanted.get("entropy"):
+        owner.expects_entropy = same
+    if found is None:
+        if same and gathered is not None and cached.labels is gathered.labels:
+            gathered = None  # its gradient belongs to the pass before
+        ids = ids if gathered is None else gathered.labels
+        if owner is not None and eager and ids is not None and torch.is_grad_enabled():
+            wanted["entropy"] = wanted.get("entropy") or owner.expects_entropy
+            owner.expects_entropy = False  # until it is asked for again
+        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
+        labels = labels.to(r.hidden_states.device)
+        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
+        if torch.is_grad_enabled() and eager:
+            r.call.last_pass = Pass(key, found, ids)
+        if gathered is not None:
+            assert found.logsumexp is not None
+            label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
+            label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
+            share_gradient(gathered.logits, label_logits.where(gathered.is_label, gathered.logits))
+    return found if mean is None else found._replace(mean_logit=mean)
+
+
+def _mean_logit(r: Recipe) -> Tensor:
+    """Compute the mean logit [...]: the product of the hidden states with the weight's mean row, by blocks of tokens."""
+    arguments, acc_dtype = r.loss_arguments(), accumulation_dtype(r.hidden_states.dtype)
+    hidden, bias = arguments["hidden_states"], arguments["bias"]
+    mean = arguments["weight"].mean(0, dtype=acc_dtype)
+
+    def product(hidden: Tensor, mean: Tensor) -> Tensor:
+        return hidden.to(acc_dtype) @ mean
+
+    rows = max(1, r.scratch_bytes() // (4 * acc_dtype.itemsize * hidden.shape[-1]))
+    parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
+    found = torch.cat([_recomputed(product, part, mean) for part in parts]).view(hidden.shape[:-1])
+    return arguments["logit_scale"] * (found if bias is None else found + bias.mean(dtype=acc_dtype))
+
+
+def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``, and note the largest of each token."""
+    logits = _products_of_ids(r, index, dtype)
+    if logits.requires_grad and index.shape[-1] > 0:
+        _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
+    return logits
+
+
+def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
+    """Compute the log-probabilities [..., K] of the token ids ``index`` [..., K].
+
+    Those of the most probable ids come from the pass over the head: see ``_note_gathered`` for the reason.
+    """
+    logits = _products_of_ids(r, index, accumulation_dtype(r.weight.dtype))
+    labels, is_label = _largest(logits, index)
+    found = compute_log_probs(r, labels, logsumexp=True)
+    assert found.logsumexp is not None
+    return found.log_probs.unsqueeze(-1).where(is_label, logits - found.logsumexp.unsqueeze(-1))
+
+
+def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token ids [...] of the largest ``logits`` [..., K] among ``index`` [..., K], and where they stand [..., K]."""
+    largest = logits.detach().argmax(-1, keepdim=True)
+    labels = index.to(logits.device).gather(-1, largest).squeeze(-1)
+    return labels, torch.arange(index.shape[-1], device=logits.device) == largest
+
+
+def _note_gathered(r: Recipe, gathered: Gathered) -> None:
+    """Let one pass compute the gradients of ``gathered`` logits and of a logsumexp from which they are subtracted.
+
+    For probable tokens the two nearly cancel, and would be lost if each was rounded by itself.
+    """
+    r.call.gathered, before = gathered, r.call.last_pass
+    same = before is not None and _is_same(before.identity, gathered.identity)
+    if same and before.labels is None and before.found.logsumexp is not None:
+        r.call.last_pass = None
+        again = compute_log_probs(r, None, logsumexp=True).logsumexp
+        assert again is not None
+        share_gradient(before.found.logsumexp, again)
+
+
+def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:
+    """Repeat for ``whole`` what ``_gather`` noted for its ``rows``; with two ids of a token, only one is noted."""
+    gathered = whole.call.gathered
+    if gathered is not None and _is_same(gathered.identity, _identity(part)):
+        labels = gathered.labels.new_zeros(whole.hidden_states.shape[:-1]).index_put(rows, gathered.labels)
+        is_label = (labels[rows] == gathered.labels).unsqueeze(-1)
+        _note_gathered(whole, Gathered(_identity(whole), gathered.logits, labels, is_label, rows))
+
+
+def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``gather_logits``; the backward pass gathers the weight's rows again."""
+    arguments = r.loss_arguments()
+    hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
+    scale, cap = arguments["logit_scale"], arguments["softcap"]
+    ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
+
+    def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return (F.embedding(ids, weight).to(dtype) @ hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
+
+    rows = max(1, r.scratch_bytes() // (2 * dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
+    blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
+    found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
+    found = found if bias is None else found + bias.to(dtype)[ids]
+    if rounds_logits(hidden, weight, arguments["config"]):  # as do the statistics, with which these may be compared
+        found = found.to(hidden.dtype).to(dtype)
+    found = scale * found
+    return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return ``function(*args)``, which the backward pass computes again."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
