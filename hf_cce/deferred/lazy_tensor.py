@@ -253,31 +253,60 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 
 
 class Losses(NamedTuple):
-    """Results of the fused loss with their upstream gradients, and the leaves of the graph behind the results."""
+    """Results of the fused loss with their upstream gradients, and the leaves of the graph behind the results.
+
+    Results may be computed from ``ports`` in place of ``sources``: see ``port``.
+    """
 
     results: list[Tensor]
     upstream: list[Tensor]
+    ports: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
     leaves: tuple[Tensor | None, ...]
     call: Any
 
 
-def share_gradient(x: Tensor, equal: Tensor) -> None:
-    """Let the gradient of ``x`` flow through ``equal``, which has the same value, when other results have gradients as well."""
-    node: Any = x.grad_fn
+def port(call: Any, source: Tensor) -> Tensor:
+    """Return ``source`` for further computations, so that its gradient can be computed by another tensor of the same value."""
+    if not source.requires_grad or torch.compiler.is_compiling():
+        return source
+    new = source.detach().requires_grad_()
+    call.ports.append((new, source))
+    return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
+
+
+def share_gradient(source: Tensor, equal: Tensor) -> None:
+    """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too."""
+    node: Any = source.grad_fn
     node.metadata[share_gradient] = equal
+
+
+def _resolve(source: Tensor) -> Tensor:
+    node: Any = source.grad_fn
+    return _resolve(node.metadata[share_gradient]) if share_gradient in node.metadata else source
 
 
 def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     """Return the gradients of the leaves, which all ``losses`` share. One backward pass computes what they have in common."""
-    results, upstream = ([x for each in losses for x in getattr(each, name)] for name in ("results", "upstream"))
-    if len(results) > 1:
-        results = [x.grad_fn.metadata.get(share_gradient, x) for x in results]
-    _, _, leaves, call = losses[0]
+    fields = ("results", "upstream", "ports", "sources")
+    results, upstream, ports, sources = ([x for each in losses for x in getattr(each, name)] for name in fields)
+    leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
+    sources = sources if len(losses) == 1 else [_resolve(x) for x in sources]
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
+    compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):
-        grads = iter(torch.autograd.grad(results, wanted, upstream, retain_graph=True, allow_unused=True))
-    return [next(grads) if x is not None and x.requires_grad else None for x in leaves]
+        grads: list[Tensor | None] = list(compute(results, [*wanted, *ports], upstream))
+        passed = [(x, grad) for x, grad in zip(sources, grads[len(wanted) :], strict=True) if grad is not None]
+        if passed:
+            others = compute([x for x, _ in passed], wanted, [grad for _, grad in passed])
+            grads = [_sum(x, y) for x, y in zip(grads, others, strict=False)]
+    found = iter(grads)
+    return [next(found) if x is not None and x.requires_grad else None for x in leaves]
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
 
 
 class TensorMeta(NamedTuple):
@@ -381,8 +410,7 @@ class HeadOutput(torch.autograd.Function):
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
         if losses:
-            pairs = zip(grads, _leaf_gradients([each for each, _ in losses]), strict=True)
-            grads = [y if x is None else x if y is None else x + y for x, y in pairs]
+            grads = list(map(_sum, grads, _leaf_gradients([each for each, _ in losses])))
         return None, None, *(x if need else None for x, need in zip(grads, needed, strict=True))
 
 
@@ -451,13 +479,15 @@ class FusedResult(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any, compute: Any, native: Any) -> Any:
-        recipe = logits.recipe
+        recipe, call = logits.recipe, logits.recipe.call
         with torch.enable_grad():
             results = compute(recipe)
+        ports, sources = zip(*call.ports, strict=True) if call.ports else ((), ())
+        ctx.count, call.ports = (len(results), len(ports)), []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
-        ctx.save_for_backward(*results, *recipe.leaves, *recipe.operands)
+        ctx.save_for_backward(*results, *ports, *sources, *recipe.leaves, *recipe.operands)
         ctx.meta, ctx.recipe, ctx.native = logits.meta, recipe.without_operands(), native
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
@@ -471,8 +501,9 @@ class FusedResult(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return None, None, None
-        saved, native = ctx.saved_tensors, ctx.native
-        results, leaves, operands = saved[:-6], saved[-6:-3], saved[-3:]
+        saved, native, (count, n) = ctx.saved_tensors, ctx.native, ctx.count
+        results, ports, sources = saved[:count], saved[count : count + n], saved[count + n : -6]
+        leaves, operands = saved[-6:-3], saved[-3:]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         recipe = ctx.recipe
 
@@ -484,7 +515,7 @@ class FusedResult(torch.autograd.Function):
             upstream = [grads[i].to(results[i].dtype) for i in used]
             return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
 
-        losses = Losses([results[i] for i in used], [grads[i] for i in used], leaves, recipe.call)
+        losses = Losses([results[i] for i in used], [grads[i] for i in used], ports, sources, leaves, recipe.call)
         return LazyGrad.create(ctx.meta, ((losses, dense_grad),), None, recipe.call), None, None
 
 

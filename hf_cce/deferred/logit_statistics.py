@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_cce.deferred.lazy_tensor import share_gradient
+from hf_cce.deferred.lazy_tensor import port, share_gradient
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.loss import LogProbs, linear_log_probs, rounds_logits
 from hf_cce.sharded import is_dtensor
@@ -46,8 +46,8 @@ class Gathered(NamedTuple):
 
 
 def _identity(r: Recipe) -> tuple[Any, ...]:
-    """Return the objects that determine the logits."""
-    return (*r.operands, *r.meaning.logit_ops)
+    """Return the objects that determine the logits; casts do not change statistics."""
+    return (*r.operands, *(op for op in r.meaning.logit_ops if op[0] != "to"))
 
 
 def _is_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -77,11 +77,8 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     if gathered is None or whole is None:
         return _pass_over_head(r, ids, wanted)
     found = _pass_over_head(whole, None, wanted, gathered)
-
-    def part(x: Tensor | None) -> Tensor | None:
-        return None if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1)
-
-    return LogProbs(*map(part, found))  # type: ignore[arg-type]
+    parts = (x if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1) for x in found)
+    return LogProbs(*parts)  # type: ignore[arg-type]
 
 
 def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
@@ -101,22 +98,23 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
     if owner is not None and eager and ids is None and wanted.get("entropy"):
         owner.expects_entropy = same
     if found is None:
-        if same and gathered is not None and cached.labels is gathered.labels:
-            gathered = None  # its gradient belongs to the pass before
         ids = ids if gathered is None else gathered.labels
-        if owner is not None and eager and ids is not None and torch.is_grad_enabled():
-            wanted["entropy"] = wanted.get("entropy") or owner.expects_entropy
+        if owner is not None and eager and torch.is_grad_enabled() and not wanted.get("entropy"):
+            wanted["entropy"] = owner.expects_entropy
             owner.expects_entropy = False  # until it is asked for again
         labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
         labels = labels.to(r.hidden_states.device)
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if torch.is_grad_enabled() and eager:
             r.call.last_pass = Pass(key, found, ids)
+        if same and cached.found.logsumexp is not None and found.logsumexp is not None:
+            share_gradient(cached.found.logsumexp, found.logsumexp)
         if gathered is not None:
             assert found.logsumexp is not None
             label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
             label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
             share_gradient(gathered.logits, label_logits.where(gathered.is_label, gathered.logits))
+    found = LogProbs(*(x if x is None else port(r.call, x) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
@@ -140,7 +138,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     logits = _products_of_ids(r, index, dtype)
     if logits.requires_grad and index.shape[-1] > 0:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return logits
+    return port(r.call, logits)
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
@@ -171,9 +169,8 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     same = before is not None and _is_same(before.identity, gathered.identity)
     if same and before.labels is None and before.found.logsumexp is not None:
         r.call.last_pass = None
-        again = compute_log_probs(r, None, logsumexp=True).logsumexp
-        assert again is not None
-        share_gradient(before.found.logsumexp, again)
+        _pass_over_head(r, None, {"logsumexp": True}, gathered)
+        share_gradient(before.found.logsumexp, r.call.last_pass.found.logsumexp)
 
 
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:

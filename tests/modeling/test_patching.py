@@ -47,7 +47,10 @@ from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
 
 
-def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["log_softmax", "logsumexp"])
+def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes: list[bool] = []
     compute = logit_statistics.linear_log_probs
 
@@ -61,10 +64,16 @@ def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(m
     ids = torch.randint(model.config.vocab_size, (2, 9))
 
     def loss_and_gradients(model: Any, with_entropy: bool) -> list[torch.Tensor]:
-        log_p = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-        loss = log_p.gather(-1, ids[:, 1:, None]).mean()
-        if with_entropy:
+        z = model(input_ids=ids).logits[:, :-1]
+        if form == "log_softmax":
+            log_p = z.log_softmax(-1)
+            loss = log_p.gather(-1, ids[:, 1:, None]).mean()
+        else:
+            loss = z.gather(-1, ids[:, 1:, None]).mean() - torch.stack([row.logsumexp(-1) for row in z]).mean()
+        if with_entropy and form == "log_softmax":
             loss = loss + 0.1 * (log_p.exp() * log_p).sum(-1).mean()
+        elif with_entropy:
+            loss = loss - 0.1 * (z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)).mean()
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
     found = []
