@@ -564,7 +564,7 @@ def _apply_by_blocks(x: Any, function: Callable[[Tensor], tuple[Tensor, ...]], s
     rows = max(1, recipe.scratch_bytes() // (8 * x.shape[-1]))  # the logits and a copy for casts
     with torch.no_grad():
         found = [function(recipe.replace(hidden_states=part).build()) for part in flat.split(rows)]
-    return [torch.cat(each).view(*x.shape[:-1], *shape) for each in zip(*found, strict=True)]
+    return [torch.cat(each).view((*x.shape[:-1], *shape)) for each in zip(*found, strict=True)]
 
 
 def _upcast(z: Tensor) -> Tensor:

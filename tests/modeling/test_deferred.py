@@ -244,6 +244,7 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "without gradient": lambda x: x.detach().mean(),
     "most likely": lambda x: x.argmax(dim=-1),
     "most likely, kept": lambda x: x.argmax(-1, keepdim=True),
+    "most likely at one position": lambda x: x[0, -1].argmax(-1),
     "most likely five": lambda x: x.detach().topk(5).indices,
     "most likely, accuracy": lambda x: (x.argmax(-1) == cut(x, INDEX)) * 1,
     "most likely entry and its logit": lambda x: x.max(-1)[0].square(),
