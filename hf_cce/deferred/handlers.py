@@ -278,10 +278,12 @@ def _product(x: Any, other: Any) -> Any:
         return NotImplemented
     before, start = len(source.recipe.ops), ("to", source.dtype)
     op = ("product", tuple((start, *each.recipe.ops[before:]) for each in (x, other)))
-    if not (x.requires_grad or other.requires_grad):  # computed without gradients
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or other.requires_grad)
+    if not differentiable:  # under no_grad, p has no gradient but z may have one
         source = source._detached()
     source = _cast(source, torch.promote_types(x.dtype, other.dtype))  # the dtype of the product
-    alike = x.requires_grad == other.requires_grad == source.requires_grad and x.device == other.device == source.device
+    alike = not differentiable or x.requires_grad == other.requires_grad == source.requires_grad
+    alike = alike and x.device == other.device == source.device
     known = alike and source.recipe.with_ops(op).meaning.kind is not None
     return _elementwise(source, op, nonlinear=True) if known else NotImplemented
 

@@ -237,6 +237,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "entropy of all": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum() / 7,
     "entropy without gradient": lambda x: by_pieces(x.detach()),
     "entropy under no_grad": lambda x: torch.no_grad()(lambda: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1))(),
+    "entropy by logsumexp under no_grad": lambda x: torch.no_grad()(
+        lambda: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1)
+    )(),
     "mean": lambda x: x.mean(),
     "mean of a part": lambda x: x[1:, :-1].mean(),
     "mean by function": lambda x: torch.mean(x, -1).square(),
