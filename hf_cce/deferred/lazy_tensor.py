@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map
 
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
@@ -360,7 +361,7 @@ class LazyGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle what autograd's engine calls: clone, detach, add. Below autograd, the dense gradient cannot be computed."""
+        """Handle what autograd's engine calls: clone, detach, add. Other operations compute the dense gradient."""
         first = args[0]
         if isinstance(first, LazyGrad) and (func is _ATEN.clone.default or is_alias(func, args)):
             copied = first.dense is not None and func is _ATEN.clone.default
@@ -379,12 +380,12 @@ class LazyGrad(Tensor):
                 return both
             first.losses, first.dense = both.losses, both.dense
             return first
-        if all(not isinstance(x, LazyGrad) or not x.losses for x in args):
-            return func(*(x.dense if isinstance(x, LazyGrad) else x for x in args), **(kwargs or {}))
-        raise NotImplementedError(
-            f"{func} of the gradient of deferred logits; in a hook compute with it in Python, or use the model without CCE "
-            "(remove_cce)"
-        )
+        name = func._schema.name.partition("::")[2]
+        # In a hook during torch.autograd.grad(loss, outputs.logits), which turns off ``__torch_function__``
+        with enable_reentrant_dispatch():
+            real = lambda x: x.materialize(name) if isinstance(x, LazyGrad) else x  # noqa: E731
+            args, kwargs = tree_map(real, args), tree_map(real, kwargs or {})
+        return func(*args, **kwargs)
 
 
 def _split(grad: Tensor) -> tuple[Any, Tensor | None]:

@@ -698,6 +698,20 @@ def test_retain_grad_keeps_the_gradient(on_outputs: bool) -> None:
     assert_accurate(found * 1.0, expected, expected, "kept")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "change", [lambda g: g / 2, lambda g: g.clamp(-1e-3, 1e-3), lambda g: torch.cat([g[:1], 2 * g[1:]])]
+)
+def test_hook_computes_with_the_gradient_during_a_gradient_of_the_logits(change: Callable[[Tensor], Tensor]) -> None:
+    """``torch.autograd.grad`` of the logits turns off Python's overrides, also in hooks."""
+    grads = []
+    for model in twins():
+        outputs = model(**batch())
+        outputs.logits.register_hook(change)
+        grads.append(torch.autograd.grad(outputs.loss, [outputs.logits, model.lm_head.weight]))
+    assert_all_accurate([grad * 1.0 for grad in grads[1]], grads[0], grads[0], "gradient")
+
+
 # Reading the logits of a training call gives a warning about the cost
 @pytest.mark.parametrize(
     ("read", "name"),
