@@ -4,7 +4,7 @@ The step is GRPO's clipped objective with an entropy bonus, on groups of complet
 policy's log-probabilities are computed, not what is learned. No data, no download:
 
     python recipes/log_probs.py
-    python recipes/log_probs.py --vocabulary 151936 --hidden 896 --groups 4 --tokens 2048 --dtype bfloat16   # a GPU
+    python recipes/log_probs.py --vocabulary 151936 --hidden 896 --groups 2 --tokens 2048 --dtype bfloat16   # a GPU
 """
 
 from __future__ import annotations

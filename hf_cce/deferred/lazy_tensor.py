@@ -25,6 +25,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map
 
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
+from hf_cce.spec import accumulation_dtype
 
 _COMMUTATIVE = {"add", "mul", "multiply"}
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # other names that torch accepts
@@ -267,47 +268,65 @@ class Losses(NamedTuple):
     call: Any
 
 
-def port(call: Any, source: Tensor) -> Tensor:
-    """Return ``source`` for further computations, so that its gradient can be computed by another tensor of the same value."""
+_GRADIENT_OF, _PASS = "hf_cce.gradient_of", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
+
+
+def port(call: Any, source: Tensor, of_pass: Any = None) -> Tensor:
+    """Return ``source`` for further computations, so that its gradient can be computed by another tensor of the same value.
+
+    The gradients of all sources ``of_pass`` are computed together.
+    """
     if not source.requires_grad or torch.compiler.is_compiling():
         return source
+    _metadata(source)[_PASS] = of_pass
     new = source.detach().requires_grad_()
     call.ports.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 
 
-def share_gradient(source: Tensor, equal: Tensor) -> None:
+def share_gradient(source: Tensor, equal: Tensor, of_pass: Any) -> None:
     """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too."""
-    node: Any = source.grad_fn
-    node.metadata[share_gradient] = equal
+    _metadata(source)[_GRADIENT_OF], _metadata(equal)[_PASS] = equal, of_pass
+
+
+def _metadata(x: Tensor) -> dict[str, Any]:
+    return x.grad_fn.metadata  # type: ignore[union-attr, return-value]
 
 
 def _resolve(source: Tensor) -> Tensor:
-    node: Any = source.grad_fn
-    return _resolve(node.metadata[share_gradient]) if share_gradient in node.metadata else source
+    equal = _metadata(source).get(_GRADIENT_OF)
+    return source if equal is None else _resolve(equal)
 
 
 def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     """Return the gradients of the leaves, which all ``losses`` share. One backward pass computes what they have in common."""
-    fields = ("results", "upstream", "ports", "sources")
-    results, upstream, ports, sources = ([x for each in losses for x in getattr(each, name)] for name in fields)
     leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
-    sources = sources if len(losses) == 1 else [_resolve(x) for x in sources]
+    sums: list[Tensor | None] = [None] * len(wanted)
+    passes: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # sources of each pass, and their gradients
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
     compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):
-        grads: list[Tensor | None] = list(compute(results, [*wanted, *ports], upstream))
-        passed = [(x, grad) for x, grad in zip(sources, grads[len(wanted) :], strict=True) if grad is not None]
-        if passed:
-            others = compute([x for x, _ in passed], wanted, [grad for _, grad in passed])
-            grads = [_sum(x, y) for x, y in zip(grads, others, strict=False)]
-    found = iter(grads)
+        for each in losses:
+            grads = compute(each.results, [*wanted, *each.ports], each.upstream)
+            sums = list(map(_sum, sums, grads))
+            for source, grad in zip(each.sources, grads[len(wanted) :], strict=True):
+                if grad is not None:
+                    source = source if len(losses) == 1 else _resolve(source)
+                    outputs, upstream = passes.setdefault(id(_metadata(source)[_PASS]), ([], []))
+                    outputs.append(source)
+                    upstream.append(grad)
+        for outputs, upstream in passes.values():
+            sums = list(map(_sum, sums, compute(outputs, wanted, upstream)))
+    found = (y if y is None else y.to(x.dtype) for x, y in zip(wanted, sums, strict=True))
     return [next(found) if x is not None and x.requires_grad else None for x in leaves]
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y
+    """Return ``x + y`` in float32 or more: a long sum in 16 bits would lose its small addends."""
+    if x is None or y is None:
+        return y if x is None else x
+    return x.to(accumulation_dtype(x.dtype)).add_(y) if x.element_size() == 2 else x + y
 
 
 class TensorMeta(NamedTuple):
@@ -411,7 +430,8 @@ class HeadOutput(torch.autograd.Function):
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
         if losses:
-            grads = list(map(_sum, grads, _leaf_gradients([each for each, _ in losses])))
+            sums = map(_sum, grads, _leaf_gradients([each for each, _ in losses]))
+            grads = [None if x is None else x.to(y.dtype) for x, y in zip(sums, operands, strict=True)]
         return None, None, *(x if need else None for x, need in zip(grads, needed, strict=True))
 
 

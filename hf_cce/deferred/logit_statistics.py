@@ -108,13 +108,13 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         if torch.is_grad_enabled() and eager:
             r.call.last_pass = Pass(key, found, ids)
         if same and cached.found.logsumexp is not None and found.logsumexp is not None:
-            share_gradient(cached.found.logsumexp, found.logsumexp)
+            share_gradient(cached.found.logsumexp, found.logsumexp, found)
         if gathered is not None:
             assert found.logsumexp is not None
             label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
             label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
-            share_gradient(gathered.logits, label_logits.where(gathered.is_label, gathered.logits))
-    found = LogProbs(*(x if x is None else port(r.call, x) for x in found))  # type: ignore[arg-type]
+            share_gradient(gathered.logits, label_logits.where(gathered.is_label, gathered.logits), found)
+    found = LogProbs(*(x if x is None else port(r.call, x, found) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
@@ -138,7 +138,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     logits = _products_of_ids(r, index, dtype)
     if logits.requires_grad and index.shape[-1] > 0:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return port(r.call, logits)
+    return port(r.call, logits, logits)
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     if same and before.labels is None and before.found.logsumexp is not None:
         r.call.last_pass = None
         _pass_over_head(r, None, {"logsumexp": True}, gathered)
-        share_gradient(before.found.logsumexp, r.call.last_pass.found.logsumexp)
+        share_gradient(before.found.logsumexp, r.call.last_pass.found.logsumexp, r.call.last_pass.found)
 
 
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:
@@ -189,16 +189,18 @@ def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     scale, cap = arguments["logit_scale"], arguments["softcap"]
     ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
 
-    def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return (F.embedding(ids, weight).to(dtype) @ hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
+    acc_dtype = accumulation_dtype(hidden.dtype)
 
-    rows = max(1, r.scratch_bytes() // (2 * dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
+    def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return (F.embedding(ids, weight).to(acc_dtype) @ hidden.to(acc_dtype).unsqueeze(-1)).squeeze(-1)
+
+    rows = max(1, r.scratch_bytes() // (2 * acc_dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
     blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
     found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
-    found = found if bias is None else found + bias.to(dtype)[ids]
+    found = found if bias is None else found + bias.to(acc_dtype)[ids]
     if rounds_logits(hidden, weight, arguments["config"]):  # as do the statistics, with which these may be compared
-        found = found.to(hidden.dtype).to(dtype)
-    found = scale * found
+        found = found.to(hidden.dtype)
+    found = scale * found.to(dtype)
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
 
 
