@@ -22,6 +22,7 @@ from hf_cce.deferred.logit_statistics import (
     compute_log_probs,
     gather_log_probs,
     gather_logits,
+    is_one_of_many,
     note_gathered_rows,
 )
 from hf_cce.deferred.operations import (
@@ -177,11 +178,12 @@ def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     cut = lambda z: getattr(z, name)(*sizes, dim=dim)  # noqa: E731
     with torch.enable_grad():
         parts = cut(x.recipe.hidden_states)
-    ops = [lambda z, i=i: cut(z)[i] for i in range(len(parts))]
-    return tuple(
-        x._derive(op, lambda r, part=part, op=op: r.replace(hidden_states=part, part_of=(r, op)))
-        for op, part in zip(ops, parts, strict=True)
-    )
+
+    def part(i: int) -> Any:
+        op, how = lambda z: cut(z)[i], (name, sizes, dim)
+        return x._derive(op, lambda r: r.replace(hidden_states=parts[i], part_of=(r, op), split=(how, i)))
+
+    return tuple(map(part, range(len(parts))))
 
 
 HANDLERS["chunk"] = lambda x, chunks, dim=0: _split_tokens("chunk", x, chunks, dim=dim)
@@ -346,6 +348,9 @@ def _loss(
             found = linear_log_probs(**arguments, entropy=True, is_top1=True)
             sums.add(labels != ignore_index, found)
             return (_weighted(-found.log_probs, labels, reduction, ignore_index, weight),)
+        if is_one_of_many(r) and not smooth:
+            ids = labels.masked_fill(labels == ignore_index, NO_LABEL)
+            return (_weighted(-compute_log_probs(r, ids).log_probs, labels, reduction, ignore_index, weight),)
         first: Any = reduction if weight is None else "none"
         loss = linear_cross_entropy(**arguments, reduction=first, **smoothing)
         return (loss if weight is None else _weighted(loss, labels, reduction, ignore_index, weight),)
@@ -452,7 +457,11 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     if found.kind != "z" and index.shape[-1] == 1:
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
         values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
-    elif torch.compiler.is_compiling() or is_dtensor(x.recipe.weight) or index.shape[-1] > MOST_IDS[str(found.kind)]:
+    elif (
+        torch.compiler.is_compiling()
+        or is_dtensor(x.recipe.weight)
+        or not 0 < index.shape[-1] <= MOST_IDS[str(found.kind)]
+    ):
         return NotImplemented
     elif found.kind != "z":
         values = _fused_statistics(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]

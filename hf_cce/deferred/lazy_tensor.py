@@ -268,34 +268,42 @@ class Losses(NamedTuple):
     call: Any
 
 
-_GRADIENT_OF, _PASS = "hf_cce.gradient_of", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
+_EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
 
 
-def port(call: Any, source: Tensor, of_pass: Any = None) -> Tensor:
+def port(call: Any, source: Tensor, of_pass: int, value: Tensor | None = None) -> Tensor:
     """Return ``source`` for further computations, so that its gradient can be computed by another tensor of the same value.
 
-    The gradients of all sources ``of_pass`` are computed together.
+    The gradients of all sources ``of_pass`` are computed together. If a ``value`` is given, it is returned instead.
     """
     if not source.requires_grad or torch.compiler.is_compiling():
         return source
     _metadata(source)[_PASS] = of_pass
-    new = source.detach().requires_grad_()
+    new = (source if value is None else value).detach().requires_grad_()
     call.ports.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 
 
-def share_gradient(source: Tensor, equal: Tensor, of_pass: Any) -> None:
-    """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too."""
-    _metadata(source)[_GRADIENT_OF], _metadata(equal)[_PASS] = equal, of_pass
+def share_gradient(source: Tensor, equal: Tensor, of_pass: int, where: Tensor | None = None) -> None:
+    """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too.
+
+    With a mask ``where`` [..., K], this is for the entries of ``source`` [..., K] that equal those of ``equal`` [..., 1].
+    """
+    # ``equal`` must not depend on ``source``: that would be a reference cycle.
+    _metadata(source)[_EQUAL], _metadata(equal)[_PASS] = (equal, where), of_pass
 
 
 def _metadata(x: Tensor) -> dict[str, Any]:
     return x.grad_fn.metadata  # type: ignore[union-attr, return-value]
 
 
-def _resolve(source: Tensor) -> Tensor:
-    equal = _metadata(source).get(_GRADIENT_OF)
-    return source if equal is None else _resolve(equal)
+def _shared(source: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors that pass on the gradient ``grad`` of ``source``, each with its gradient."""
+    equal, where = _metadata(source).get(_EQUAL, (None, None))
+    if equal is None or where is not None:
+        yield source, grad if where is None else grad.masked_fill(where, 0.0)
+    if equal is not None:
+        yield from _shared(equal, grad if where is None else grad.where(where, 0.0).sum(-1, keepdim=True))
 
 
 def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
@@ -303,7 +311,7 @@ def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     sums: list[Tensor | None] = [None] * len(wanted)
-    passes: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # sources of each pass, and their gradients
+    passes: dict[int, list[tuple[Tensor, Tensor]]] = {}  # sources and their gradients
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
     compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):
@@ -312,11 +320,10 @@ def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
             sums = list(map(_sum, sums, grads))
             for source, grad in zip(each.sources, grads[len(wanted) :], strict=True):
                 if grad is not None:
-                    source = source if len(losses) == 1 else _resolve(source)
-                    outputs, upstream = passes.setdefault(id(_metadata(source)[_PASS]), ([], []))
-                    outputs.append(source)
-                    upstream.append(grad)
-        for outputs, upstream in passes.values():
+                    for x, g in [(source, grad)] if len(losses) == 1 else _shared(source, grad):
+                        passes.setdefault(_metadata(x)[_PASS], []).append((x, g))
+        for pairs in passes.values():
+            outputs, upstream = zip(*pairs, strict=True)
             sums = list(map(_sum, sums, compute(outputs, wanted, upstream)))
     found = (y if y is None else y.to(x.dtype) for x, y in zip(wanted, sums, strict=True))
     return [next(found) if x is not None and x.requires_grad else None for x in leaves]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cce.deferred.lazy_tensor import port, share_gradient
 from hf_cce.deferred.recipe import Recipe
-from hf_cce.loss import LogProbs, linear_log_probs, rounds_logits
+from hf_cce.loss import LogProbs, linear_log_probs, prefers_full_logits, rounds_logits
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
@@ -33,6 +33,8 @@ class Pass(NamedTuple):
     identity: tuple[Any, ...]
     found: LogProbs
     labels: Tensor | None  # None: none were asked for
+    split: Any = None  # with ``parts``: the split of the logits whose parts write their labels later
+    parts: set[int] | None = None  # that have written their labels
 
 
 class Gathered(NamedTuple):
@@ -41,7 +43,7 @@ class Gathered(NamedTuple):
     identity: tuple[Any, ...]
     logits: Tensor  # [..., K]
     labels: Tensor  # [...], one token id of each token
-    is_label: Tensor  # [..., K], True for the entries of ``logits`` that belong to ``labels``
+    is_label: Tensor | None  # [..., K], True for the entries of ``logits`` that belong to ``labels``; None: all
     rows: Any = None  # index of the tokens of ``logits`` among those of ``labels``; None: the same tokens
 
 
@@ -55,9 +57,9 @@ def _is_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _is_same_object(a: Any, b: Any) -> bool:
-    """Return True for one object, or two views of the same memory, as of ``logits[:, :-1]`` written twice."""
+    """Return True for one object, two views of the same memory, as of ``logits[:, :-1]`` written twice, or equal operations."""
     if a is b or type(a) is not Tensor or type(b) is not Tensor:
-        return a is b
+        return a is b or (type(a) is type(b) is tuple and a[0] == b[0] != "mask" and a[1] == b[1])
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
@@ -67,18 +69,62 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
     both in one pass from its second step on.
     """
-    joins = ids is None and wanted.get("logsumexp") and torch.is_grad_enabled()
-    gathered = r.call.gathered if joins else None
+    is_part = is_one_of_many(r) and {name for name, value in wanted.items() if value} <= {"logsumexp", "entropy"}
+    if ids is not None:
+        found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
+        return _pass_over_head(r, ids, wanted) if found is None else found
+    gathered = r.call.gathered if wanted.get("logsumexp") and torch.is_grad_enabled() else None
     whole: Any = r
     ops: list[Any] = []  # from ``whole`` to ``r``
     while gathered is not None and whole is not None and not _is_same(_identity(whole), gathered.identity):
         whole, op = whole.part_of or (None, None)
         ops = [op, *ops]
     if gathered is None or whole is None:
-        return _pass_over_head(r, ids, wanted)
+        if not is_part:
+            return _pass_over_head(r, None, wanted)
+        whole, ops, gathered = r.part_of[0].replace(ops=r.ops), [r.part_of[1]], None  # type: ignore[index]
     found = _pass_over_head(whole, None, wanted, gathered)
     parts = (x if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1) for x in found)
     return LogProbs(*parts)  # type: ignore[arg-type]
+
+
+def is_one_of_many(r: Recipe) -> bool:
+    """Return True if a loop over all parts of the logits is likely, as in ``for row in logits``."""
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in r.operands)
+    if r.split is None or not trains or torch.compiler.is_compiling() or is_dtensor(r.weight):
+        return False
+    whole = r.part_of[0]  # type: ignore[index]
+    return not prefers_full_logits(whole.hidden_states, whole.weight, r.call.config)
+
+
+def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None:
+    """Return the statistics of one part from a pass over all of them; None if its labels were written before.
+
+    A pass for each part would read the head as many times, and round the gradient of the weight as many times. The labels of the
+    other parts are not known yet. Only the backward pass needs them, so each part writes its own.
+    """
+    (parent, op), (how, index), call = r.part_of, r.split, r.call  # type: ignore[misc]
+    whole, made, ids = parent.replace(ops=r.ops), call.last_pass, ids.to(r.hidden_states.device)
+    same = made is not None and made.split == how and _is_same(made.identity, _identity(whole))
+    if not same or (entropy and made.found.entropy is None):
+        labels = torch.zeros(whole.hidden_states.shape[:-1], dtype=torch.long, device=ids.device)
+        _pass_over_head(whole, labels, {"logsumexp": True, "entropy": entropy})
+        made = call.last_pass = call.last_pass._replace(split=how, parts=set())
+    if index in made.parts:
+        return None
+    made.parts.add(index)
+    valid, labels, found = ids != NO_LABEL, ids.clamp(min=0), made.found
+
+    def part(x: Tensor) -> Tensor:
+        return op(x.unsqueeze(-1)).squeeze(-1)
+
+    part(made.labels.data).copy_(labels)  # .data: autograd need not know, because the forward pass has not used them
+    with torch.no_grad():
+        value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
+    logits = port(call, part(found.log_probs + found.logsumexp), id(found), value)
+    lse = part(port(call, found.logsumexp, id(found)))
+    entropies = None if found.entropy is None else part(port(call, found.entropy, id(found))).where(valid, 0)
+    return LogProbs((logits - lse).where(valid, 0), entropies, logsumexp=lse.where(valid, 0))
 
 
 def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
@@ -98,7 +144,11 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
     if owner is not None and eager and ids is None and wanted.get("entropy"):
         owner.expects_entropy = same
     if found is None:
-        ids = ids if gathered is None else gathered.labels
+        of_parts = same and ids is None and cached.parts is not None
+        if of_parts:
+            ids, wanted["logsumexp"] = cached.labels, True
+        elif gathered is not None:
+            ids = gathered.labels
         if owner is not None and eager and torch.is_grad_enabled() and not wanted.get("entropy"):
             wanted["entropy"] = owner.expects_entropy
             owner.expects_entropy = False  # until it is asked for again
@@ -106,15 +156,15 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         labels = labels.to(r.hidden_states.device)
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if torch.is_grad_enabled() and eager:
-            r.call.last_pass = Pass(key, found, ids)
+            r.call.last_pass = Pass(key, found, ids, *(cached[3:] if of_parts else ()))
         if same and cached.found.logsumexp is not None and found.logsumexp is not None:
-            share_gradient(cached.found.logsumexp, found.logsumexp, found)
+            share_gradient(cached.found.logsumexp, found.logsumexp, id(found))
         if gathered is not None:
             assert found.logsumexp is not None
             label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
             label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
-            share_gradient(gathered.logits, label_logits.where(gathered.is_label, gathered.logits), found)
-    found = LogProbs(*(x if x is None else port(r.call, x, found) for x in found))  # type: ignore[arg-type]
+            share_gradient(gathered.logits, label_logits, id(found), gathered.is_label)
+    found = LogProbs(*(x if x is None else port(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
@@ -136,9 +186,9 @@ def _mean_logit(r: Recipe) -> Tensor:
 def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``, and note the largest of each token."""
     logits = _products_of_ids(r, index, dtype)
-    if logits.requires_grad and index.shape[-1] > 0:
+    if logits.requires_grad:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return port(r.call, logits, logits)
+    return port(r.call, logits, id(logits))
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
@@ -148,16 +198,19 @@ def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
     """
     logits = _products_of_ids(r, index, accumulation_dtype(r.weight.dtype))
     labels, is_label = _largest(logits, index)
+    assert is_label is not None
     found = compute_log_probs(r, labels, logsumexp=True)
     assert found.logsumexp is not None
     return found.log_probs.unsqueeze(-1).where(is_label, logits - found.logsumexp.unsqueeze(-1))
 
 
-def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token ids [...] of the largest ``logits`` [..., K] among ``index`` [..., K], and where they stand [..., K]."""
+def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the token ids [...] of the largest ``logits`` [..., K] among ``index`` [..., K], and a mask of them if K > 1."""
+    index, k = index.to(logits.device), index.shape[-1]
+    if k == 1:
+        return index.squeeze(-1), None
     largest = logits.detach().argmax(-1, keepdim=True)
-    labels = index.to(logits.device).gather(-1, largest).squeeze(-1)
-    return labels, torch.arange(index.shape[-1], device=logits.device) == largest
+    return index.gather(-1, largest).squeeze(-1), torch.arange(k, device=logits.device) == largest
 
 
 def _note_gathered(r: Recipe, gathered: Gathered) -> None:
@@ -170,7 +223,8 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     if same and before.labels is None and before.found.logsumexp is not None:
         r.call.last_pass = None
         _pass_over_head(r, None, {"logsumexp": True}, gathered)
-        share_gradient(before.found.logsumexp, r.call.last_pass.found.logsumexp, r.call.last_pass.found)
+        found = r.call.last_pass.found
+        share_gradient(before.found.logsumexp, found.logsumexp, id(found))
 
 
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:

@@ -60,6 +60,9 @@ class Recipe:
     step: int = 0  # optimizer steps taken before
     entries: Tensor | None = None  # of the weight
     part_of: tuple[Recipe, Any] | None = None  # (whole, op): these hidden states are ``op(whole.hidden_states)``
+    split: Any = (
+        None  # (how, index) if ``part_of`` is one of all the parts that a split makes, as in ``for row in logits``
+    )
     aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property
@@ -83,7 +86,7 @@ class Recipe:
         # Not vars(self), which breaks the graphs of torch 2.11
         values = {name: getattr(self, name) for name in _FIELDS}
         if "hidden_states" in changes or "bias" in changes:
-            values["part_of"] = None
+            values["part_of"] = values["split"] = None
         values.update(changes)
         return Recipe(**values)
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB_SIZE, KeepFloat64, logits_made
-from numerics import assert_accurate, assert_all_accurate
+from numerics import assert_accurate, assert_all_accurate, exponent_rounding
 from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
+from hf_cce.deferred import logit_statistics
 from hf_cce.deferred.head_input import head_input
 from hf_cce.deferred.logits import LazyLogits, lazy_logits
 from hf_cce.deferred.recipe import Recipe
@@ -301,6 +302,12 @@ NEARLY_CERTAIN: dict[str, Callable[[Any], Tensor]] = {
         z.gather(-1, INDEX[..., None])[..., 0]
         - torch.cat([block.logsumexp(-1) for block in z.reshape(-1, V).split(5)]).view(B, S)
     ),
+    "rows, log_softmax": lambda z: torch.stack(
+        [row.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for row, ids in zip(z, INDEX, strict=True)]
+    ),
+    "rows, cross entropy": lambda z: torch.stack(
+        [-F.cross_entropy(row, ids, reduction="none") for row, ids in zip(z, INDEX, strict=True)]
+    ),
     "positions": by_position,
     "two views": lambda z: z[:, :].gather(-1, INDEX[..., None])[..., 0] - z[:, :].logsumexp(-1),
     "maximum": lambda z: z.max(-1).values - z.logsumexp(-1),
@@ -330,7 +337,68 @@ def test_statistics_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float
     runs = ([run(seed, *case) for seed in seeds] for case in cases)
     exact, plain, found = ([torch.stack(x) for x in zip(*each, strict=True)] for each in runs)
     assert 0 < exact[0].abs().mean() < 0.1
+    if name.startswith("rows, "):  # a logit less a logsumexp in float32, where log_softmax first subtracts the maximum
+        assert (found[0] - plain[0]).abs().max() < exponent_rounding(16)
+        found[0] = plain[0]
     assert_all_accurate(found, plain, exact, name, torch.bfloat16)
+
+
+def rows(function: Callable[[Any, Tensor], Tensor], z: Any, ids: Tensor = INDEX) -> list[Tensor]:
+    return [function(row, each) for row, each in zip(z, ids, strict=True)]
+
+
+def log_prob(row: Any, ids: Tensor) -> Tensor:
+    return row.log_softmax(-1).gather(-1, ids[:, None])
+
+
+def class_weighted(row: Any, ids: Tensor) -> Tensor:
+    return F.cross_entropy(row, ids, torch.linspace(0, 1, V, dtype=row.dtype))
+
+
+def minus_entropy(row: Any, ids: Tensor) -> Tensor:
+    log_p = row.log_softmax(-1)
+    return (log_p.exp() * log_p).sum(-1)
+
+
+# Loops over parts of the logits, and the number of passes over the head
+LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
+    "log-probabilities": (lambda z: rows(log_prob, z), 1),
+    "temperature": (lambda z: rows(lambda row, ids: log_prob(row / 0.7, ids), z), 1),
+    "cross entropy": (lambda z: rows(F.cross_entropy, z, INDEX.masked_fill(INDEX > V // 2, -100)), 1),
+    "class weights": (lambda z: rows(class_weighted, z), 1),
+    "two loops": (lambda z: rows(log_prob, z) + rows(log_prob, z, V - 1 - INDEX), 3),
+    "log_softmax of all": (lambda z: rows(lambda row, ids: row.gather(-1, ids[:, None]), z.log_softmax(-1)), 1),
+    "logsumexp": (lambda z: rows(lambda row, _: row.logsumexp(-1), z), 1),
+    "chunks": (lambda z: rows(F.cross_entropy, z.flatten(0, 1).chunk(2), INDEX.flatten().view(2, -1)), 1),
+    "entropy": (lambda z: rows(minus_entropy, z), 1),
+    "log-probabilities and entropy": (
+        lambda z: rows(lambda row, ids: log_prob(row, ids)[:, 0] + minus_entropy(row, ids), z), 2,
+    ),
+    "one row": (lambda z: [log_prob(next(iter(z)), INDEX[0])], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_parts_of_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of all parts are computed in one pass."""
+    compute, passes = logit_statistics.linear_log_probs, []
+
+    def counted(**arguments: Any) -> Any:
+        passes.append(arguments)
+        return compute(**arguments)
+
+    monkeypatch.setattr(logit_statistics, "linear_log_probs", counted)
+    loop, count = LOOPS[name]
+    hidden, weight = torch.randn(B, S, 8), torch.randn(V, 8)
+    results = []
+    for dtype, head in ((torch.float64, F.linear), (torch.float32, F.linear), (torch.float32, lazy_logits)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        found = loop(head(*leaves))
+        torch.cat([x.flatten() for x in found]).cos().sum().backward()
+        results.append([*found, *(x.grad for x in leaves)])
+    exact, plain, fused = results
+    assert_all_accurate(fused, plain, exact)
+    assert len(passes) == count
 
 
 def test_gathered_logits_are_not_mixed_with_those_of_another_bias() -> None:

@@ -596,8 +596,14 @@ def test_changes_past_autograd_raise() -> None:
         lambda outputs: outputs.logits.log_softmax(-1).gather(-1, INDEX).mean(),
         lambda outputs: (outputs.logits.softmax(-1) * outputs.logits.log_softmax(-1)).sum(-1).mean(),
         lambda outputs: outputs.logits.topk(3).values.mean(),
+        lambda outputs: (outputs.logits.gather(-1, INDEX) - outputs.logits.logsumexp(-1, True)).mean(),
+        lambda outputs: (outputs.logits.topk(3).values - outputs.logits.logsumexp(-1, True)).mean(),
+        lambda outputs: -(outputs.logits.logsumexp(-1, True) - outputs.logits.gather(-1, INDEX)).mean(),
+        lambda outputs: sum(
+            row.log_softmax(-1).gather(-1, i).mean() for row, i in zip(outputs.logits, INDEX, strict=True)
+        ),
     ],
-    ids=["loss", "logsumexp", "log-probabilities", "entropy", "topk"],
+    ids=["loss", "logsumexp", "log-probabilities", "entropy", "topk", *("gather", "top", "logsumexp first", "rows")],
 )
 @pytest.mark.parametrize("token_stats", [False, True])
 def test_backward_frees_graph(loss_of: Loss, token_stats: bool) -> None:
