@@ -179,8 +179,7 @@ class Divergence(torch.autograd.Function):
             if spec.keeps_logits:
                 divergence, entropy, ctx.kept = divergence_of_rows(s, t, tokens, spec, factor)
             else:
-                lse, teacher_lse, divergence, offset, entropy = row_stats(s, t, tokens, spec)
-                rows = (lse, teacher_lse, offset)
+                divergence, entropy, rows = row_stats(s, t, tokens, spec)
         # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
         ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
         given = (None, None, None) if ctx.teacher else teacher[:3]

@@ -126,25 +126,6 @@ class WantedGrads(NamedTuple):
 HeadGrads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
 
 
-class RowStats(NamedTuple):
-    """Statistics of each row, [N]."""
-
-    lse: Tensor
-    teacher_lse: Tensor
-    divergence: Tensor
-    offset: Tensor  # subtracted to make the gradient sum to zero: the reverse KL, or KL(p_s ‖ m)
-    entropy: Tensor  # empty if not requested
-
-
-class PartialStats(NamedTuple):
-    """Statistics of rows, or of the parts of rows in slabs and tiles, [..., N]; empty if not needed."""
-
-    lse: Tensor
-    teacher_lse: Tensor
-    gap: Tensor  # mean of z_t − z_s under p_t (forward KL), of z_s − z_t under p_s (reverse KL)
-    expectation: Tensor  # mean of z_s under p_s, for the entropy
-
-
 def refuse_second_derivative() -> None:
     """Raise in a backward pass with ``create_graph=True``, where autograd would treat the result as a constant."""
     if torch.is_grad_enabled():
@@ -191,33 +172,35 @@ def _copied_bytes(teacher: Head, tokens: Tokens) -> int:
     return 2 * teacher.hidden.shape[0] * teacher.hidden.dtype.itemsize if copies else 0
 
 
-def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> RowStats:
-    """Return the divergence of each row, and the statistics that its gradient needs."""
+def row_stats(
+    student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return the divergence of each row [N], the student's entropy (empty if not requested), and ``rows`` of ``gradients``."""
     n, column_bytes = student.hidden.shape[0], portable_column_bytes(student, teacher)
     if spec.triton:  # the statistics of a tile and two copies, which folding makes
         column_bytes = -(
             -12 * (2 + spec.kl + spec.entropy) * n // divergence_kernels().pair_plan(student, teacher).block_n
         )
     column_bytes += _copied_bytes(teacher, tokens)
-    slabs = make_slabs(student, spec, column_bytes)
+    slabs, means = make_slabs(student, spec, column_bytes), list[Tensor]()
     if spec.triton and not spec.kl:
         lse, entropy = divergence_kernels().row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
         teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
     else:
         # Allocated before the loop. Small tensors of each slab would lie between its large temporaries, and a CPU's heap could
         # then neither reuse the gaps for the next slab nor return them.
-        dtype, sizes = accumulation_dtype(student.hidden.dtype), (n, n, n if spec.kl else 0, n if spec.entropy else 0)
-        parts = PartialStats(*(student.hidden.new_empty((len(slabs), size), dtype=dtype) for size in sizes))
+        dtype, count = accumulation_dtype(student.hidden.dtype), 2 + spec.kl + spec.entropy
+        parts = [student.hidden.new_empty((len(slabs), n), dtype=dtype) for _ in range(count)]
         for index, slab in enumerate(slabs):
             found = _slab_parts(*_slab_heads(student, teacher, tokens, slab), tokens, spec)
             for part, values in zip(parts, found, strict=True):
                 part[index] = values
-        lse, teacher_lse, gap, expectation = _fold(parts, spec)
-        entropy = lse - expectation if spec.entropy else expectation
+        lse, teacher_lse, *means = _fold(parts, spec)
+        entropy = lse - means[-1] if spec.entropy else lse.new_empty(0)
     if spec.kl:
-        divergence = gap + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
+        divergence = means[0] + (lse - teacher_lse if spec.beta == 0.0 else teacher_lse - lse)
         # A copy, which autograd saves: the caller may change the divergence in place.
-        return RowStats(lse, teacher_lse, divergence, divergence.clone(), entropy)
+        return divergence, entropy, (lse, teacher_lse, divergence.clone())
     divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in slabs:
         s, t = _slab_heads(student, teacher, tokens, slab)
@@ -228,7 +211,7 @@ def row_stats(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec
             student_kl, jsd = _mixture_sums(s.logits(), t.logits(lse.dtype), lse, teacher_lse, spec.beta)
         divergence += jsd
         offset += student_kl
-    return RowStats(lse, teacher_lse, divergence, offset, entropy)
+    return divergence, entropy, (lse, teacher_lse, offset)
 
 
 def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
@@ -238,45 +221,41 @@ def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: lis
     return torch.stack([teacher._replace(hidden=z).logits().logsumexp(1) for z in given]).logsumexp(0)
 
 
-def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> PartialStats:
-    """Return the statistics of one slab's part of each row."""
-    if not spec.triton:
-        zs = student.logits()
-        return _logits_parts(zs, teacher.logits(zs.dtype), spec)
-    lse, teacher_lse, gap, *more = divergence_kernels().pair_stats(
-        student, teacher, tokens.num_valid, spec.beta, spec.entropy
-    )
-    return _fold(PartialStats(lse, teacher_lse, gap, more[0] if more else lse.new_empty(0)), spec)
+def _slab_parts(student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec) -> list[Tensor]:
+    """Return statistics of one slab's part of each row, [N] each: lse, the teacher's lse and, if needed, two means.
 
-
-def _fold(parts: PartialStats, spec: DivergenceSpec) -> PartialStats:
-    """Combine the statistics of parts [T, N] into those of rows [N]."""
-    lse, teacher_lse = parts.lse.logsumexp(0), parts.teacher_lse.logsumexp(0)
-    gap, expectation = parts.gap, parts.expectation
-    if spec.kl:
-        tiles, rows = (parts.teacher_lse, teacher_lse) if spec.beta == 0.0 else (parts.lse, lse)
-        gap = (gap * (tiles - rows).exp_()).sum(0)
-    if spec.entropy:
-        expectation = (expectation * (parts.lse - lse).exp_()).sum(0)
-    return PartialStats(lse, teacher_lse, gap, expectation)
-
-
-def _expectation(p: Tensor, x: Tensor) -> Tensor:
-    """Return Σ p · x over the columns, without the terms with p = 0, where 0 · ∞ would be NaN. Overwrites ``x``."""
-    return torch.where(p > 0, x.mul_(p), 0).sum(1)
-
-
-def _logits_parts(zs: Tensor, zt: Tensor, spec: DivergenceSpec) -> PartialStats:
-    """Return the statistics of a slab of both models' logits [N, width]."""
+    The first mean, for KL divergences, is that of z_t − z_s under p_t (forward) or of z_s − z_t under p_s (reverse), the second,
+    for the entropy, that of z_s under p_s.
+    """
+    if spec.triton:
+        return _fold(divergence_kernels().pair_stats(student, teacher, tokens.num_valid, spec.beta, spec.entropy), spec)
+    zs = student.logits()
+    zt = teacher.logits(zs.dtype)
     lse, teacher_lse = zs.logsumexp(1), zt.logsumexp(1)
-    gap = expectation = lse.new_empty(0)
+    found = [lse, teacher_lse]
     if spec.beta == 0.0:
-        gap = _expectation((zt - teacher_lse[:, None]).exp_(), zt - zs)
+        found.append(expectation((zt - teacher_lse[:, None]).exp_(), zt - zs))
     elif spec.beta == 1.0:
-        gap = _expectation((zs - lse[:, None]).exp_(), zs - zt)
+        found.append(expectation((zs - lse[:, None]).exp_(), zs - zt))
     if spec.entropy:
-        expectation = _expectation((zs - lse[:, None]).exp_(), zs)
-    return PartialStats(lse, teacher_lse, gap, expectation)
+        found.append(expectation((zs - lse[:, None]).exp_(), zs))
+    return found
+
+
+def _fold(parts: list[Tensor], spec: DivergenceSpec) -> list[Tensor]:
+    """Combine the statistics of slabs or tiles [T, N] into those of rows [N]."""
+    part_lse, part_teacher_lse, *means = parts
+    lse, teacher_lse = part_lse.logsumexp(0), part_teacher_lse.logsumexp(0)
+    of_gap = (part_teacher_lse, teacher_lse) if spec.beta == 0.0 else (part_lse, lse)
+    weights = [of_gap] * spec.kl + [(part_lse, lse)] * spec.entropy
+    folded = ((mean * (part - row).exp_()).sum(0) for mean, (part, row) in zip(means, weights, strict=True))
+    return [lse, teacher_lse, *folded]
+
+
+def expectation(p: Tensor, x: Tensor, infinite: bool = True) -> Tensor:
+    """Return Σ p · x of each row, if x may be ``infinite`` without the terms with p = 0, which would be NaN. Overwrites ``x``."""
+    x.mul_(p)
+    return (x.masked_fill_(p == 0, 0.0) if infinite else x).sum(1)
 
 
 def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
@@ -287,8 +266,8 @@ def _mixture_sums(zs: Tensor, zt: Tensor, lse: Tensor, teacher_lse: Tensor, beta
     """Return a slab's part of (KL(p_s ‖ m), JSD), [N] each. Overwrites the logits."""
     log_ps, log_pt = zs.sub_(lse[:, None]), zt.sub_(teacher_lse[:, None])
     log_m = log_mixture(log_ps, log_pt, beta)
-    teacher = _expectation(log_pt.exp(), log_pt - log_m)
-    student = _expectation(log_ps.exp(), log_ps.sub_(log_m))
+    teacher = expectation(log_pt.exp(), log_pt - log_m)
+    student = expectation(log_ps.exp(), log_ps.sub_(log_m))
     return student, (1 - beta) * student + beta * teacher
 
 

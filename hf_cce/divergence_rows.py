@@ -24,6 +24,9 @@ from hf_cce.divergence_passes import (
     WantedGrads,
     log_mixture,
 )
+from hf_cce.divergence_passes import (
+    expectation as expectation,  # for hf_cce.divergence_topk
+)
 from hf_cce.fallback import (
     CHUNK_BYTES_CPU,
     chunks,
@@ -122,12 +125,6 @@ class KeptGradient:
             out.copy_(g)
         else:
             torch.sub(g, minus, out=out)
-
-
-def expectation(p: Tensor, x: Tensor, infinite: bool) -> Tensor:
-    """Return Σ p · x of each row, if x may be ``infinite`` without the terms with p = 0, which would be NaN. Overwrites ``x``."""
-    x.mul_(p)
-    return (x.masked_fill_(p == 0, 0.0) if infinite else x).sum(1)
 
 
 def _divergence_and_gradient(

@@ -114,7 +114,6 @@ def divergence_step(student: passes.Head, teacher: passes.Head, beta: float) -> 
     n = student.hidden.shape[0]
     tokens = passes.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
     spec = passes.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True)
-    stats = passes.row_stats(student, teacher, tokens, spec)
+    *_, rows = passes.row_stats(student, teacher, tokens, spec)
     grads = passes.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
-    rows = (stats.lse, stats.teacher_lse, stats.offset)
     passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)
