@@ -107,30 +107,41 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, implementati
     Raises:
         RuntimeError: ``implementation="triton"``, but the kernels cannot run; the message says why.
     """
-    if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
-        return "portable"
     if implementation == "auto" and dtype == torch.float32:
         return "portable"  # cuBLAS is faster than Triton's full-precision matmul
-    why = why_no_triton(device, dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY)
-    if implementation == "triton" and why:
+    if runs_kernels(device, dtype, implementation):
+        return "triton"
+    if implementation == "triton":
+        why = why_no_triton(device, dtype, EXPERIMENTAL)
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
-    return "portable" if why else "triton"
+    return "portable"
+
+
+def runs_kernels(device: torch.device, dtype: torch.dtype, implementation: str) -> bool:
+    """Return True if the kernels can run, at least those that turn PyTorch's products into gradients."""
+    if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
+        return False
+    return why_no_triton(device, dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY) is None
 
 
 def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = CAPABILITY) -> str | None:
-    """Return why the kernels cannot run for ``dtype`` on ``device``, or None. ``least``: minimum compute capability."""
+    """Return why the kernels cannot run for ``dtype`` on ``device``, or None. ``least``: minimum compute capability.
+
+    On a machine without CUDA, a CUDA device stands for a GPU that runs the kernels.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels support float32, bfloat16 and float16, but the tensors are {dtype}"
+    capability = _capability(device) if device.type == "cuda" else None
+    if device.type == "cuda" and capability is None:
+        return None
     if device.type == "cpu":
         # Triton's interpreter is for tests only: it is thousands of times slower than PyTorch.
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "the kernels need an NVIDIA GPU, but the tensors are on the CPU (TRITON_INTERPRET=1 is for tests)"
-    elif device.type != "cuda" or torch.version.cuda is None:
+    elif capability is None or torch.version.cuda is None:
         return f"the kernels need an NVIDIA GPU, but the tensors are on {device}"
-    else:
-        capability = _capability(device)
-        if capability < least:
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, but the kernels need {least[0]}.{least[1]}"
+    elif capability < least:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, but the kernels need {least[0]}.{least[1]}"
     # Checked last: if the device is the problem, installing Triton does not help.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"
@@ -138,8 +149,8 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, in
 
 
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 @lru_cache
@@ -153,11 +164,9 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
     if not 0 < logits <= FULL_LOGITS_MAX_FALLBACK or p.device.type != "cuda" or spec.implementation == "triton":
         return False
     odd = p.vocab_size % 2 and p.dtype not in FULL_PRECISION and p.work > FULL_LOGITS_MAX_WORK_ODD
-    falls_back = spec.implementation == "portable" or p.dtype in FULL_PRECISION
-    if not falls_back and torch.cuda.is_initialized():  # an absent GPU stands for one that runs the kernels
-        falls_back = choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
+    falls_back = choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
     most = FULL_LOGITS_MAX_FALLBACK if falls_back and p.dtype != torch.bfloat16 else FULL_LOGITS_MAX
-    if any(spec.needs) and runs_row_kernel(p, spec.implementation):
+    if any(spec.needs) and runs_kernels(p.device, p.dtype, spec.implementation):
         options = spec.softcap or spec.label_smoothing or spec.z_loss
         most = FULL_LOGITS_MAX_OPTIONS if options else FULL_LOGITS_MAX
     if odd or logits > most or p.dtype == torch.float64:
@@ -231,22 +240,15 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
     return accumulates or one_block or not spec.needs[1]
 
 
-def runs_row_kernel(p: Problem, implementation: str) -> bool:
-    """Return True if a kernel can turn logits into gradients, whether or not PyTorch multiplies."""
-    if implementation == "portable" or (implementation == "auto" and p.device.type == "cpu"):
-        return False
-    if p.device.type == "cuda" and not torch.cuda.is_available():  # an absent GPU stands for one that runs the kernels
-        return p.dtype != torch.float64
-    return why_no_triton(p.device, p.dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY) is None
-
-
 def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
     """Return the strategy if ``prefers_full_logits`` is False. ``filtered``: the gradient filter applies and is not paused."""
     if implementation == "portable":
         if not one_pass_pays(p, spec):
             return Decision("recompute", implementation)
         one = any(spec.needs) and 0 < one_block_bytes(p) <= _budget(p, spec, "one_pass")
-        return Decision("one_block" if one and runs_row_kernel(p, spec.implementation) else "one_pass", implementation)
+        return Decision(
+            "one_block" if one and runs_kernels(p.device, p.dtype, spec.implementation) else "one_pass", implementation
+        )
     return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec)
 
 
@@ -344,7 +346,7 @@ def dispatch_fused_statistics(
     remaining = remaining._replace(memory_budget=stored + beside)
     if not (keeps_logits and fits):
         return Statistics(remaining, wanted, False)
-    if only_losses and runs_row_kernel(p, spec.implementation):
+    if only_losses and runs_kernels(p.device, p.dtype, spec.implementation):
         return TokenLosses(remaining, wanted, True)
     # In 16 bits, PyTorch would round the factors of the tokens with the hidden states, for the gradients of weight and bias.
     rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not supports_fp32_out(x.hidden))
@@ -398,7 +400,7 @@ def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Div
         spec = spec._replace(memory_budget=budget)
     kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
     multiplies = decision.strategy in ("recompute", "exact")
-    triton = decision.implementation == "triton" if multiplies else runs_row_kernel(p, spec.implementation)
+    triton = decision.implementation == "triton" if multiplies else runs_kernels(p.device, p.dtype, spec.implementation)
     return kinds[decision.strategy](spec, divisor, triton)
 
 
@@ -423,14 +425,8 @@ def explain_dispatch(
     config, device = config or CCEConfig(), torch.device(device)
     spec = LossSpec.of(config, tokens, (True, not frozen, False))
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
-    absent = device.type == "cuda" and not torch.cuda.is_available()
-    implementation: str = config.implementation
-    why_not = None
-    if absent and implementation == "auto":
-        implementation = "portable" if dtype in FULL_PRECISION else "triton"
-    elif not absent:
-        implementation = choose_implementation(device, dtype, implementation)
-        why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
+    implementation = choose_implementation(device, dtype, config.implementation)
+    why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
     found = Decision("full_logits", implementation)
     if not prefers_full_logits(p, spec):
         found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
