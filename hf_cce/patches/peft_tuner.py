@@ -5,21 +5,19 @@ Cause: ``BaseTuner.forward`` of PEFT 0.18 to 0.20 is ``return self.model.forward
 a penalty to the loss in place, and ``AdaptionPromptModel.__init__`` uses the model's forward as its own. Versions: read and
 tested with PEFT 0.18 and 0.21.2. Can be removed when no supported version of PEFT does so.
 
-How: if PEFT is installed, it is imported when a model is patched. An older ``BaseTuner`` gets the forward of 0.21. The other
-two get a ``__call__`` that does the work of the hooks around the original call, and leaves their own code unchanged.
+How: if PEFT is installed, it is imported when a model is patched. ``BaseTuner`` gets the forward of 0.21. The other two get a
+``__call__`` that does the work of the hooks around the original call, and leaves their own code unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_cce.patches.marking import STATE, replace
 
-CALLS_THE_MODEL = (0, 21)  # ``BaseTuner`` calls the model, with its hooks, from this release on
 TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": "AdaptionPromptModel"}
 
 
@@ -30,13 +28,10 @@ def install() -> None:
     ``call(*args, **kwargs)``, which calls the model's forward, with the work of the hooks before and after it.
     """
     try:
-        release = re.match(r"(\d+)\.(\d+)", version("peft"))
+        version("peft")
     except PackageNotFoundError:
         return
-    older = release is not None and tuple(map(int, release.groups())) < CALLS_THE_MODEL
-    base: Any = import_module("peft.tuners.tuners_utils").BaseTuner
-    if older:
-        replace(base, "forward", _forward_with_hooks)
+    replace(import_module("peft.tuners.tuners_utils").BaseTuner, "forward", _forward_with_hooks)
     for name, tuner in TUNERS.items():
         replace(getattr(import_module(name), tuner), "__call__", _call_with_hooks)
 
