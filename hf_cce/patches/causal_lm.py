@@ -49,7 +49,6 @@ class _Entry(NamedTuple):
 
     call: TrainingCall | None  # None: use the head's own forward
     previous_entry: Any = None  # the entry of the call that this one interrupts
-    is_nested: bool = False  # the call belongs to a patched model that contains this one
     keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
 
 
@@ -205,7 +204,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
     # The outer model computes the loss
     if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
-        _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry, is_nested=True))
+        _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry))
         return
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
@@ -225,7 +224,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = _why_not_defer(head, compiling)
+        reason = why_not_defer(head, _wrapper_of(head), compiling)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
@@ -248,11 +247,6 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
         entry = entry._replace(keeps_forward=_is_deferring_forward(head.__dict__.get("forward")))
     head.forward = _forward_of(model, state, head)
     setattr(head, STATE, entry)
-
-
-def _why_not_defer(head: nn.Module, compiling: bool) -> str | None:
-    """Return why ``head`` does not allow deferring its matmul, or None."""
-    return why_not_defer(head, _wrapper_of(head), compiling)
 
 
 def _wrapper_of(head: nn.Module) -> Any:
@@ -282,7 +276,7 @@ def _install_while_tracing(key: str) -> None:
     if (model := _models.get(key)) is None:
         return
     head, state = find_head(model), patch_of(model)
-    if head is not None and state is not None and _why_not_defer(head, compiling=True) is None:
+    if head is not None and state is not None and why_not_defer(head, _wrapper_of(head), compiling=True) is None:
         head.forward = _forward_of(model, state, head)
 
 
@@ -342,10 +336,12 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     if state is None or head is None:
         return None
     entry = head.__dict__.get(STATE)
-    if torch.compiler.is_compiling() and entry is not None and entry.call is not None and entry.call.owner is not state:
-        return None  # the call belongs to a patched model that contains this one
+    # The call may belong to a patched model that contains this one
+    is_nested = entry is not None and entry.call is not None and entry.call.owner is not state
+    if is_nested and torch.compiler.is_compiling():
+        return None
     entry = _restore_forward(head)
-    call = None if entry is None or entry.is_nested else entry.call
+    call = None if entry is None or is_nested else entry.call
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.end_call()
         if call is not None and call.stats is state.stats and output is not None:
