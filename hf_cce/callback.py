@@ -32,21 +32,18 @@ class _Run:
     losses: int = 0  # stats.without_fallback after the last micro-batch
     batches: int = 0
     unfused_batches: int = 0  # micro-batches that did not increase stats.without_fallback
-    step_fused: bool = False  # a micro-batch of the current step increased it
     announced: bool = False  # the line on how losses are computed was shown
     warned: bool = False  # a step without fused loss was reported
 
     def begin_step(self, patch: Patch | None) -> None:
         self._follow(patch)
-        self.step, self.losses, self.step_fused = replace(self.stats), self.stats.without_fallback, False
+        self.step, self.losses = replace(self.stats), self.stats.without_fallback
 
     def end_batch(self, patch: Patch | None) -> None:
         self._follow(patch)
-        fused = self.stats.without_fallback > self.losses
-        self.losses = self.stats.without_fallback
         self.batches += 1
-        self.unfused_batches += not fused
-        self.step_fused |= fused
+        self.unfused_batches += self.stats.without_fallback == self.losses
+        self.losses = self.stats.without_fallback
 
     def _follow(self, patch: Patch | None) -> None:
         if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
@@ -132,10 +129,12 @@ class CCECallback(TrainerCallback):
         if (run := self._run) is None:
             return
         run.end_batch(patch_of(causal_lm(kwargs["model"])))
-        if not run.step_fused and not run.warned:
+        if run.warned:
+            return
+        if run.stats.without_fallback == run.step.without_fallback:
             run.warned = True
             self._report(run, args, state, kwargs["model"])
-        elif run.step_fused and not run.announced and not run.warned:
+        elif not run.announced:
             run.announced = True
             if run.stats.traced:
                 way = "without logits, in a compiled graph"
