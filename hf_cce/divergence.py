@@ -146,7 +146,7 @@ def linear_divergence(
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
     beta_of_kind = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
     config = checks.check_config(config)
-    head, flat = _prepare_student(student, float(temperature), mask)
+    head, flat = _prepare_head(student, "student_", float(temperature)), _prepare_mask(mask, student_hidden)
     n, device = len(head.hidden), head.hidden.device
     divisor = Divisor(number=1.0) if reduction == "none" else checks.make_divisor(reduction, num_items_in_batch, device)
     if flat is None and divisor.items is None:
@@ -232,7 +232,7 @@ def token_divergences(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
     config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
-    head, flat = _prepare_student(student, temperature, mask)
+    head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, student.hidden_states)
     given = _prepare_teacher(teacher, student.hidden_states, temperature)
     found, entropies = _divergences(head, given, flat, beta, config, entropy)
     return found.view(shape), None if entropies is None else entropies.view(shape)
@@ -262,12 +262,6 @@ def _divergences(
     tokens = Tokens.of(mask, len(hidden), hidden.device)
     found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, upstream)
     return found, entropies if entropy else None
-
-
-def _prepare_student(x: TeacherHead, temperature: float, mask: Tensor | None) -> tuple[Head, Tensor | None]:
-    """Check the student and the mask; return them flattened."""
-    head = _prepare_head(x, "student_", temperature)
-    return head, None if mask is None else _prepare_mask(mask, x.hidden_states)
 
 
 def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
@@ -344,8 +338,10 @@ def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
     return TeacherTopK(ids, log_probs.detach().reshape(ids.shape), tail)
 
 
-def _prepare_mask(mask: Tensor, student_hidden: Tensor) -> Tensor:
+def _prepare_mask(mask: Tensor | None, student_hidden: Tensor) -> Tensor | None:
     """Check ``mask`` and return it as [N] bool."""
+    if mask is None:
+        return None
     checks.check_tensor("mask", "[...]", mask)
     checks.check_tokens("mask", mask, mask.shape, "student_hidden", student_hidden)
     if mask.is_floating_point() or mask.is_complex():

@@ -138,10 +138,8 @@ def first_line(error: BaseException) -> str:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def memory_in_use(device: torch.device) -> int:

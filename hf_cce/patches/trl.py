@@ -74,8 +74,7 @@ def begin_call(call: TrainingCall) -> bool:
 def end_call() -> TrainingCall | None:
     """End the current call of this thread and return it, or None if there is none."""
     call = _current.get()
-    if call is not None:
-        _current.set(None)
+    _current.set(None)
     return call
 
 
