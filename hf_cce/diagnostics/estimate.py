@@ -190,30 +190,21 @@ def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
     raise ValueError(f"{name}: cannot build a causal LM from this configuration: {why}")
 
 
-class _LoRALinear(torch.nn.Module):
-    """Linear layer with an adapter as in PEFT: each layer casts its input to the adapter's float32."""
-
-    def __init__(self, base: torch.nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.down = torch.nn.Linear(base.in_features, rank, bias=False, dtype=torch.float32)
-        self.up = torch.nn.Linear(rank, base.out_features, bias=False, dtype=torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.base(x)
-        return (result + 2.0 * self.up(self.down(x.float()))).to(result.dtype)
-
-
 def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
     """Freeze ``lm`` and add adapters to all its linear layers but the head; return the weights of these layers."""
     lm.requires_grad_(False)
-    head, adapted = lm.get_output_embeddings(), []
-    for parent in list(lm.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, torch.nn.Linear) and child is not head:
-                adapted.append(child.weight)
-                setattr(parent, name, _LoRALinear(child, rank))
-    return adapted
+    head = lm.get_output_embeddings()
+    adapted = [x for x in lm.modules() if isinstance(x, torch.nn.Linear) and x is not head]
+    for layer in adapted:
+        layer.down = torch.nn.Linear(layer.in_features, rank, bias=False, dtype=torch.float32)
+        layer.up = torch.nn.Linear(rank, layer.out_features, bias=False, dtype=torch.float32)
+        layer.register_forward_hook(_adapt)
+    return [layer.weight for layer in adapted]
+
+
+def _adapt(layer: Any, args: tuple[Tensor], result: Tensor) -> Tensor:
+    """Add the adapter's product as in PEFT, where each layer casts its input to the adapter's float32."""
+    return (result + 2.0 * layer.up(layer.down(args[0].float()))).to(result.dtype)
 
 
 def _describe_model(name: str, lm: Any, lora: LoRA | None) -> Model:
