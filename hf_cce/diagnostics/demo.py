@@ -85,13 +85,13 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, betas=(0.9, 0.95), fused=True)
         self.scaler = self.setup.scaler()
         self.losses: list[float] = []
-        self.measured = Measured.on(self.setup.device)
+        self.measured = Measured(self.setup.device)
 
     def step(self, rows: Tensor) -> None:
         """Train on ``rows`` [batch, sequence]."""
         rows = rows.to(self.setup.device)
         if len(self.losses) == 1:  # discard the first step, a warm-up that created the optimizer state
-            self.measured = Measured.on(self.setup.device)
+            self.measured = Measured(self.setup.device)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (len(self.losses) + 1) / 5)
         with self.measured.step():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -50,12 +50,8 @@ class Measured:
     """
 
     device: torch.device
-    extra: int | None
-    seconds: list[float]
-
-    @classmethod
-    def on(cls, device: torch.device) -> Measured:
-        return cls(device, None, [])
+    extra: int | None = None
+    seconds: list[float] = field(default_factory=list)
 
     @contextmanager
     def step(self) -> Iterator[None]:
