@@ -32,7 +32,6 @@ def doctor(options: argparse.Namespace, out: Output) -> int:
     from hf_cce.diagnostics.machine import TITLE
 
     found = diagnose(out.progress)
-    out.progress("")
     checks = found["checks"]
     wrong = [check for check in checks if check["status"] == "wrong"]
     if wrong:
@@ -77,7 +76,6 @@ def check(options: argparse.Namespace, out: Output) -> int:
 
     model, random = checks.load(options.model_name_or_path, options.tiny, checked_device(options.device or "cpu"))
     report = checks.check(model, out.progress)
-    out.progress("")
     without, with_cce = report["losses"]
     weights = "a tiny model with random weights" if random else "its own weights"
     out.print(
@@ -120,7 +118,6 @@ def bench(options: argparse.Namespace, out: Output) -> int:
     device = checked_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(device)
     report = benchmark.bench(shapes, device, dtype, options.memory_budget, out.progress)
-    out.progress("")
     out.print(benchmark.markdown(report))
     out.save(report)
     failed = any("failed" in row for result in report["results"].values() for row in result["rows"].values())
@@ -148,7 +145,6 @@ def gradcheck(options: argparse.Namespace, out: Output) -> int:
     device = checked_device(options.device)
     problem = comparison.default_problem(device)
     report = comparison.gradcheck(problem, device, tuple(options.dtype or comparison.DTYPES), out.progress)
-    out.progress("")
     out.print(
         comparison.verdict(report),
         f"{report['device']}; {problem.tokens:,} tokens, hidden size {problem.hidden_size:,}, vocabulary "

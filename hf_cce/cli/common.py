@@ -63,6 +63,7 @@ class Output:
     def print(self, *lines: str) -> None:
         """Print unless ``--json -`` was given."""
         if lines and not self.only_json:
+            self.progress("")
             print(*lines, sep="\n", flush=True)  # pipes are not line-buffered
 
     def progress(self, text: str) -> None:

@@ -38,7 +38,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.batch_size, options.seq_length, options.dtype,
     )  # fmt: skip
     report = demo.train_both(settings, out.progress)
-    out.progress("")
     out.print(*_summary(report))
     out.save(report)
     return 0

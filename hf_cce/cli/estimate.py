@@ -68,7 +68,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
         options.memory_budget,
         lora=estimate.LoRA(options.lora_rank, options.qlora) if options.lora or options.qlora else None,
     )
-    out.progress("")
     model = found.model
     out.print(
         estimate.verdict(found),
