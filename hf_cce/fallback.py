@@ -360,14 +360,8 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
     return -(-max(n, 1) // (unit * blocks)) * unit
 
 
-@dataclass
-class StoredLogits:
-    """Products h Wᵀ [n, V] in the inputs' dtype; the rest is from ``reference.select_rows``."""
-
-    logits: Tensor
-    hidden: Tensor  # [n, D]
-    labels: Tensor  # [n]
-    rows: Tensor | None  # [n]
+# Products h Wᵀ [n, V] in the inputs' dtype, and hidden states [n, D] and indices of their tokens from ``reference.select_rows``
+StoredLogits = tuple[Tensor, Tensor, Tensor | None]
 
 
 def logit_stats(
@@ -414,7 +408,7 @@ def logit_stats(
     valid = x.labels != spec.ignore_index
     found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     *stats, losses = reference.zero_ignored(found, valid, chosen)
-    return LogitStats(*stats), losses, StoredLogits(slab, hidden, labels, chosen) if stores else None
+    return LogitStats(*stats), losses, (slab, hidden, chosen) if stores else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -427,8 +421,9 @@ def stored_gradients(
     stored: StoredLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
     """Return the gradients of hidden, weight and bias. The stored logits are overwritten."""
-    z, labels, v, (need_hidden, need_weight, need_bias) = stored.logits, stored.labels, x.weight.shape[0], spec.needs
-    lse, entropy, grads = reference.select_grads(x.labels, stored.rows, spec, lse, entropy, grads)
+    (z, hidden, chosen), v, (need_hidden, need_weight, need_bias) = stored, x.weight.shape[0], spec.needs
+    labels = x.labels if chosen is None else x.labels[chosen]
+    lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
         y, grad_lse = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], grads.lse[:, None]
         for rows in chunks(len(z), 2 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):  # with few kernels
@@ -447,7 +442,7 @@ def stored_gradients(
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
             del f, log_p  # free them before the next ones are allocated
     return [
-        put_rows(product(z, x.weight), stored.rows, len(x.hidden)) if need_hidden else None,
-        torch.mm(z.t(), stored.hidden) if need_weight else None,
+        put_rows(product(z, x.weight), chosen, len(x.hidden)) if need_hidden else None,
+        torch.mm(z.t(), hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]
