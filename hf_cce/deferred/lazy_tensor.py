@@ -139,13 +139,7 @@ def _is_metadata_query(func: Any) -> bool:
 
 def materialize_all(value: Any, why: str = "an operation") -> Any:
     """Return ``value`` with every lazy tensor replaced by its real tensor, also inside lists, tuples and dictionaries."""
-    if isinstance(value, LazyTensor):
-        return value._materialize(why)
-    if type(value) in (list, tuple):
-        return type(value)([materialize_all(each, why) for each in value])
-    if type(value) is dict:
-        return {key: materialize_all(each, why) for key, each in value.items()}
-    return value
+    return tree_map(lambda x: x._materialize(why) if isinstance(x, LazyTensor) else x, value)
 
 
 class TensorProxy(LazyTensor):
