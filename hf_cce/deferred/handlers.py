@@ -383,8 +383,8 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, w
     return loss.sum() / total
 
 
-def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: Any) -> LogProbs:
-    """Return ``linear_log_probs`` of the token ids ``index`` [...], with zeros where ``row_mask`` [...] is zero.
+def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return log p of the token ids ``index`` [...] and the entropy, with zeros where ``row_mask`` [...] is zero.
 
     Call only if ``can_compute_log_probs(x, index)``.
     """
@@ -395,10 +395,11 @@ def log_probs(x: Any, index: Tensor, row_mask: Tensor | None = None, **wanted: A
         at = log_p.gather(-1, labels.clamp(min=0).to(z.device).unsqueeze(-1)).squeeze(-1)
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
-    found = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, **wanted)
+    result = lambda each: (each.log_probs, each.entropy)  # noqa: E731
+    log_p, entropy = _compute_statistics(x, labels, result, native, entropy=True)
     if row_mask is not None:  # masked rows are zero, so a later request for all rows must not reuse this pass
         x.recipe.call.last_pass = None
-    return LogProbs(*found)
+    return log_p, entropy
 
 
 def can_compute_log_probs(x: Any, index: Any = None) -> bool:

@@ -103,13 +103,10 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
             used += 1
         elif each is not None and each is not Ellipsis:
             return None
-    dots = len([each for each in keys if each is Ellipsis])
-    if used > ndim or dots > 1:
+    dots = [i for i, each in enumerate(keys) if each is Ellipsis] or [len(keys)]
+    if used > ndim or len(dots) > 1:
         return None
-    if used == ndim and dots:  # it stands for no dimension
-        keys, dots = tuple(each for each in keys if each is not Ellipsis), 0
-    if not keys or keys[-1] is Ellipsis or (dots == 0 and used < ndim):
-        return keys, None
+    keys = (*keys[: dots[0]], *[slice(None)] * (ndim - used), *keys[dots[0] + 1 :])
     last = keys[-1]
     if not isinstance(last, slice) or last.step not in (None, 1):
         return None

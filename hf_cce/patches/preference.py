@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.deferred.handlers import can_compute_log_probs, log_probs
+from hf_cce.deferred.handlers import can_compute_log_probs, log_probs_and_entropy
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.patches.marking import replace, signature
 
@@ -44,6 +44,4 @@ def _kernel(
     if not isinstance(logits, LazyLogits):
         return original(logits, index, temperature, row_mask)
     scaled = logits if temperature == 1.0 else torch.div(logits, temperature)  # type: ignore[arg-type]
-    found = log_probs(scaled, index, row_mask, entropy=True)
-    assert found.entropy is not None
-    return found.log_probs, found.entropy
+    return log_probs_and_entropy(scaled, index, row_mask)

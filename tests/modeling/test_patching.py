@@ -89,7 +89,7 @@ def test_statistics_of_some_tokens_do_not_stand_for_those_of_all() -> None:
     model = apply_cce(tiny_llama())
     ids = torch.randint(model.config.vocab_size, (2, 9))
     logits = model(input_ids=ids).logits
-    some = handlers.log_probs(logits, ids, ids > 20, entropy=True, logsumexp=True).entropy
+    some = handlers.log_probs_and_entropy(logits, ids, ids > 20)[1]
     log_p = logits.log_softmax(-1)
     entropies, lse = -(log_p.exp() * log_p).sum(-1), logits.logsumexp(-1)
     z = logits.materialize().detach().double()
