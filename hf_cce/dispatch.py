@@ -32,7 +32,7 @@ from hf_cce.strategies import (
     StoredStatistics,
     Strategy,
     TokenLosses,
-    compile_failure,
+    compile_failures,
     validate_labels,
 )
 
@@ -75,18 +75,11 @@ class Problem(NamedTuple):
         return self.tokens * self.hidden_size * self.vocab_size
 
 
-class Decision(NamedTuple):
-    """The name of a strategy, and its implementation."""
-
-    strategy: str  # a key of WHY
-    implementation: str  # "triton" if the kernels can multiply, too, else "portable"; unused by "full_logits"
-
-
 class Explanation(NamedTuple):
     """Result of ``explain_dispatch``."""
 
-    strategy: str
-    implementation: str
+    strategy: str  # a key of WHY
+    implementation: str  # "triton" if the kernels can multiply, too, else "portable"; unused by "full_logits"
     why: str
     memory_budget: int  # bytes of workspace it may use
 
@@ -145,7 +138,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, in
     # Checked last: if the device is the problem, installing Triton does not help.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"
-    return compile_failure(device)
+    return compile_failures.get(device)
 
 
 @lru_cache
@@ -240,23 +233,16 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
     return accumulates or one_block or not spec.needs[1]
 
 
-def decide(p: Problem, spec: LossSpec, implementation: str, filtered: bool) -> Decision:
-    """Return the strategy if ``prefers_full_logits`` is False. ``filtered``: the gradient filter applies and is not paused."""
-    if implementation == "portable":
-        if not one_pass_pays(p, spec):
-            return Decision("recompute", implementation)
-        one = any(spec.needs) and 0 < one_block_bytes(p) <= _budget(p, spec, "one_pass")
-        return Decision(
-            "one_block" if one and runs_kernels(p.device, p.dtype, spec.implementation) else "one_pass", implementation
-        )
-    return Decision("filtered", implementation) if filtered else decide_unfiltered(p, spec)
-
-
-def decide_unfiltered(p: Problem, spec: LossSpec) -> Decision:
-    """Return the kernels' strategy without the filter."""
-    # Without gradients, the tile kernels compute the logits once, too: fewer launches pay off for few tokens only.
-    pays = any(spec.needs) or p.tokens * p.vocab_size <= FULL_LOGITS_MAX
-    return Decision("one_block" if pays and is_few(p, spec) else "exact", "triton")
+def decide(p: Problem, spec: LossSpec, implementation: str) -> str:
+    """Return the strategy without the gradient filter if ``prefers_full_logits`` is False."""
+    if implementation == "triton":
+        # Without gradients, the tile kernels compute the logits once, too: fewer launches pay off for few tokens only.
+        pays = any(spec.needs) or p.tokens * p.vocab_size <= FULL_LOGITS_MAX
+        return "one_block" if pays and is_few(p, spec) else "exact"
+    if not one_pass_pays(p, spec):
+        return "recompute"
+    one = any(spec.needs) and 0 < one_block_bytes(p) <= _budget(p, spec, "one_pass")
+    return "one_block" if one and runs_kernels(p.device, p.dtype, spec.implementation) else "one_pass"
 
 
 def is_few(p: Problem, spec: LossSpec, most: int = 0) -> bool:
@@ -289,10 +275,9 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     if implementation == "triton" and (keeps_state or spec.gradient_filter != "auto") and may_filter(p, spec):
         state = FilterState() if state is None else state.on(p.device)
         tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
-    decision = decide(p, spec, implementation, tau is not None)
-    if tau is None or state is None or decision.strategy != "filtered":
-        return _build_strategy(decision, p, spec, divisor)
-    unfiltered = _build_strategy(decide_unfiltered(p, spec), p, spec, divisor)
+    unfiltered = _build_strategy(decide(p, spec, implementation), p, spec, divisor)
+    if tau is None or state is None:
+        return unfiltered
     return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
 
 
@@ -394,14 +379,14 @@ def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
     return validate_labels(x.labels, spec, x.weight.shape[0], divisor, False)
 
 
-def _build_strategy(decision: Decision, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
-    budget = _budget(p, spec, decision.strategy)
+def _build_strategy(strategy: str, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
+    budget = _budget(p, spec, strategy)
     if budget != spec.memory_budget:
         spec = spec._replace(memory_budget=budget)
     kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
-    multiplies = decision.strategy in ("recompute", "exact")
-    triton = decision.implementation == "triton" if multiplies else runs_kernels(p.device, p.dtype, spec.implementation)
-    return kinds[decision.strategy](spec, divisor, triton)
+    # Only the kernels run "exact", only PyTorch recomputes.
+    triton = strategy == "exact" or (strategy != "recompute" and runs_kernels(p.device, p.dtype, spec.implementation))
+    return kinds[strategy](spec, divisor, triton)
 
 
 def explain_dispatch(
@@ -427,8 +412,7 @@ def explain_dispatch(
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
     implementation = choose_implementation(device, dtype, config.implementation)
     why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
-    found = Decision("full_logits", implementation)
-    if not prefers_full_logits(p, spec):
-        found = decide(p, spec, implementation, implementation == "triton" and may_filter(p, spec))
-    why = "; ".join(filter(None, (WHY[found.strategy], why_not)))
-    return Explanation(*found, why, _budget(p, spec, found.strategy))
+    strategy = "filtered" if implementation == "triton" and may_filter(p, spec) else decide(p, spec, implementation)
+    strategy = "full_logits" if prefers_full_logits(p, spec) else strategy
+    why = "; ".join(filter(None, (WHY[strategy], why_not)))
+    return Explanation(strategy, implementation, why, _budget(p, spec, strategy))

@@ -53,13 +53,8 @@ def implementation(triton: bool) -> Any:
     return kernels_module() if triton else reference
 
 
-# Triton compilation errors by device, cached for the process so that later calls do not try again.
-_compile_failures: dict[torch.device, str] = {}
-
-
-def compile_failure(device: torch.device) -> str | None:
-    """Return why the kernels are not tried again on ``device``, or None."""
-    return _compile_failures.get(device)
+# Triton compilation errors by device, kept for the process so that later calls do not try again.
+compile_failures: dict[torch.device, str] = {}
 
 
 def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, device: torch.device) -> T:
@@ -67,7 +62,7 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
 
     A new GPU or Triton release may cause this. With ``implementation="triton"`` the error is raised instead.
     """
-    if triton and device not in _compile_failures:
+    if triton and device not in compile_failures:
         try:
             return compute(True)
         except Exception as error:
@@ -76,9 +71,9 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
             if spec.implementation == "triton" or not (isinstance(error, TritonError) or "PassManager" in str(error)):
                 raise
             why = next(iter(str(error).strip().splitlines()[-1:]), "")
-            _compile_failures[device] = f"Triton could not compile a kernel ({type(error).__name__}: {why})"
+            compile_failures[device] = f"Triton could not compile a kernel ({type(error).__name__}: {why})"
         warnings.warn(
-            f"hf_cce fell back to PyTorch on {device}: {_compile_failures[device]}. The loss is correct, but slower.",
+            f"hf_cce fell back to PyTorch on {device}: {compile_failures[device]}. The loss is correct, but slower.",
             CCEWarning, stacklevel=2,
         )  # fmt: skip
     return compute(False)

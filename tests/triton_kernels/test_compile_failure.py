@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +22,16 @@ AUTO = CCEConfig("auto", gradient_filter=None)
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Give the kernels of these modules tiles that Triton rejects: 24 columns are not a power of two."""
     from hf_cce.kernels import backward, forward, loss
 
     def choose(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
         """Choose as for 16-bit dtypes on a GPU; elsewhere "auto" uses no kernels."""
-        return "portable" if strategies.compile_failure(device) else "triton"
+        return "portable" if strategies.compile_failures.get(device) else "triton"
 
     def breaks(*names: str) -> None:
         force_strategy(monkeypatch, "exact")
-        monkeypatch.setattr(strategies, "_compile_failures", {})
         monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", 0)  # no full logits on a GPU
         for module in (dispatch, ops):
             monkeypatch.setattr(module, "choose_implementation", choose)
@@ -40,7 +40,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
                 real = module.make_plan
                 monkeypatch.setattr(module, "make_plan", lambda *a, r=real, **k: replace(r(*a, **k), block_n=24))
 
-    return breaks
+    yield breaks
+    strategies.compile_failures.clear()
 
 
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
@@ -67,7 +68,7 @@ def test_statistics_and_operators_fall_back_too(broken: Any) -> None:
 
     with pytest.warns(CCEWarning, match="fell back"):
         found = compute(AUTO)
-    strategies._compile_failures.clear()
+    strategies.compile_failures.clear()
     options = ops._options_of(LossSpec(-100, 1.0, 0.0, memory_budget=1 << 24))
     with pytest.warns(CCEWarning, match="fell back"):
         traced = torch.ops.hf_cce.logit_stats(hidden, weight, None, labels, *WantedStats(), *options)
@@ -83,7 +84,7 @@ def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
     with pytest.raises(TritonError):
         fused_loss(CCEConfig("triton", gradient_filter=None))(*inputs, labels, PLAIN)
-    assert strategies.compile_failure(inputs[0].device) is None
+    assert inputs[0].device not in strategies.compile_failures
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_the_step_after_any_other_failure_is_correct(
     with pytest.raises(error, match="No space left"):
         loss_and_gradients(loss, inputs, labels, PLAIN, dtype)
     monkeypatch.setattr(module, function, real)
-    assert strategies.compile_failure(inputs[0].device) is None
+    assert inputs[0].device not in strategies.compile_failures
     counts.clear()
     check_against_plain(loss, inputs, labels, PLAIN, dtype, f"after {error.__name__}")
     assert counts[strategy] == 1
