@@ -96,10 +96,9 @@ class Recipe:
     def with_leaves(self) -> Recipe:
         """Return the recipe on detached leaves that stand for the operands."""
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
-        found = {"versions": versions_of(*leaves), "step": OptimizerSteps.taken, "entries": some_entries(self.weight)}
-        hidden_states, weight, bias = leaves
-        operands = {"hidden_states": hidden_states, "weight": weight, "bias": bias}
-        return self.replace(**operands, leaves=leaves, aliases=[], **found)
+        versions, entries = tuple(map(version_of, leaves)), some_entries(self.weight)
+        made = self.replace(leaves=leaves, aliases=[], versions=versions, step=OptimizerSteps.taken, entries=entries)
+        return made.with_operands(*leaves)
 
     def without_operands(self) -> Recipe:
         return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
@@ -137,7 +136,7 @@ class Recipe:
     def check_fresh(self) -> None:
         if not self.versions:
             return
-        changed = self.versions != versions_of(*self.leaves)
+        changed = self.versions != tuple(map(version_of, self.leaves))
         if not changed and self.entries is not None and self.step != OptimizerSteps.taken:
             with self.call.unsharded(self.weight):
                 now = some_entries(self.weight)
@@ -158,7 +157,3 @@ def some_entries(weight: Any) -> Any:
     if is_freed(part):
         return None
     return part[:: max(1, part.shape[0] // 64), :: max(1, part.shape[1] // 64)].clone()
-
-
-def versions_of(*operands: Tensor | None) -> tuple[int | None, ...]:
-    return tuple(map(version_of, operands))
