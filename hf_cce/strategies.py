@@ -282,11 +282,8 @@ class OnePass(Strategy):
         return cache.finalize(x, spec, saved.lse, saved.factor, grad)
 
 
-class OneBlock(Strategy):
+class OneBlock(OnePass):
     """PyTorch multiplies all tokens at once, and kernels turn logits into losses and gradients: the fewest launches."""
-
-    def without_kernels(self) -> Strategy:
-        return OnePass(self.spec, self.divisor, False)
 
     def warm_up_strategies(self) -> list[Strategy]:
         return []  # two small kernels
