@@ -289,24 +289,26 @@ class OneBlock(OnePass):
         return []  # two small kernels
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        kernels = kernels_module()
-        logits = kernels.all_logits(x)  # launched before the label check, so that the GPU has work meanwhile
-        factor = self.factor(x)
-        self.cache = kernels.row_losses(logits, x.labels, self.spec)
+        self.cache, factor = row_losses(self, x)
         return (self.cache.loss.sum() * factor,), Saved(self.cache.lse, factor=factor)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        self.cache = self.cache or all_row_losses(x, self.spec)
+        self.cache = self.cache or row_losses(self, x)[0]
         return super().backward(x, saved, upstream, needs)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         return kernels_module().row_gradients(cache, x, spec, upstream[0], saved.factor)
 
 
-def all_row_losses(x: Inputs, spec: LossSpec) -> Any:
-    """Compute what a first backward pass has consumed. ``recompute`` would combine exact logits with the lse of rounded ones."""
+def row_losses(strategy: Strategy, x: Inputs) -> tuple[Any, Tensor]:
+    """Return (losses of all tokens and the cache of their gradients, factor on the summed loss).
+
+    A second backward pass computes both again: ``recompute`` would combine exact logits with the lse of rounded ones.
+    """
     kernels = kernels_module()
-    return kernels.row_losses(kernels.all_logits(x), x.labels, spec)
+    logits = kernels.all_logits(x)  # launched before the label check, so that the GPU has work meanwhile
+    factor = strategy.factor(x)
+    return kernels.row_losses(logits, x.labels, strategy.spec), factor
 
 
 class Recompute(Strategy):
@@ -461,10 +463,7 @@ class TokenLosses(StoredStatistics):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         if self.triton:
-            kernels = kernels_module()
-            logits = kernels.all_logits(x)
-            self.factor(x)
-            self.cache = kernels.row_losses(logits, x.labels, self.spec)
+            self.cache, _ = row_losses(self, x)
             losses, lse = self.cache.loss, self.cache.lse
         else:
             losses, lse, _, self.cache = fallback.token_losses(x, self.spec, lambda: self.factor(x))
@@ -472,7 +471,7 @@ class TokenLosses(StoredStatistics):
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         if self.triton:
-            self.cache = self.cache or all_row_losses(x, self.spec)
+            self.cache = self.cache or row_losses(self, x)[0]
         return super().backward(x, saved, upstream, needs)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
