@@ -162,7 +162,9 @@ def train(setup: Setup, job: Job, data: Data, checkpoint: Path, writes_checkpoin
             continue
         machine.synchronize(device)
         seconds += time.perf_counter() - began
-        memory = {"bytes": machine.memory_in_use(device), "peak_bytes": machine.peak_memory(device)}
+        peak = machine.peak_memory(device)
+        machine.reset_peak_memory(device)  # to the memory in use now
+        memory = {"bytes": machine.peak_memory(device), "peak_bytes": peak}
         scores = {name: evaluate(model, rows) for name, rows in scored_on.items()}
         evaluations.append({"step": step, **scores, **memory})
         latest = float(losses[-1])

@@ -142,23 +142,19 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the GPU's allocator, or on a CPU of the whole process (Linux only)."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
-
-
 def peak_memory(device: torch.device) -> int:
-    """Return the peak of ``memory_in_use`` since the process began, or since ``reset_peak_memory``."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_bytes("VmHWM")
+    """Return the most bytes in use since the process began, or since ``reset_peak_memory``.
 
-
-def _process_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
+    These are bytes of the GPU's allocator, or on a CPU of the whole process (Linux only).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset ``peak_memory``; return False if memory cannot be measured."""
+    """Reset ``peak_memory`` to the memory in use now; return False if memory cannot be measured."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -178,5 +174,5 @@ def watch_memory(device: torch.device) -> Callable[[], int | None]:
     """Return a function that returns the peak of bytes added since now, or None if memory cannot be measured."""
     if not reset_peak_memory(device):
         return lambda: None
-    before = memory_in_use(device)
+    before = peak_memory(device)
     return lambda: max(0, peak_memory(device) - before)
