@@ -64,10 +64,7 @@ def why_refuse(model: nn.Module) -> str | None:
     reason = why_refuse_class(type(model))
     if reason is not None:
         return reason
-    try:
-        head = output_embeddings(model)
-    except (AttributeError, NotImplementedError):
-        head = None
+    head = output_embeddings(model)
     if head is None:
         return "it has no LM head (get_output_embeddings() gives None)"
     if isinstance(head, (nn.ModuleList, nn.ModuleDict, list, tuple)):
