@@ -179,11 +179,10 @@ def logit_stats_backward(
     lse: Tensor,
     entropy: Tensor | None,
     grads: TokenGrads,
-    grad_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of hidden [N, D], weight [V, D] and bias [V]; empty where not needed.
 
-    ``grad_weight`` is an output buffer for the weight's gradient, or None. ``entropy`` (H) is required with ``grads.entropy``.
+    ``entropy`` (H) is required with ``grads.entropy``.
     ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
     """
     n_all, (need_hidden, need_weight, need_bias) = x.labels.numel(), spec.needs
@@ -191,8 +190,7 @@ def logit_stats_backward(
     lse, entropy, grads = select_grads(x.labels, rows, spec, lse, entropy, grads)
     n, v, acc_dtype = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=acc_dtype, device=hidden.device)
-    if grad_weight is None:
-        grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
+    grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
     if not n:
         grad_weight.zero_()
     grad_bias = hidden.new_zeros(v if need_bias else 0)
