@@ -7,12 +7,12 @@ x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, ParamSpec, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from hf_cce import checks
 from hf_cce.checks import Reduction
@@ -36,7 +36,6 @@ from hf_cce.spec import Divisor, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
-P = ParamSpec("P")
 
 
 class TeacherHead(NamedTuple):
@@ -73,12 +72,7 @@ class TeacherTopK(NamedTuple):
     tail: Tail = "lump"
 
 
-def _outside_graphs(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keep calls out of the graphs of torch.compile; unlike torch's decorator, keep the types of the arguments."""
-    return torch.compiler.disable(function)
-
-
-@_outside_graphs
+@_disable_dynamo  # unlike torch.compiler.disable, it keeps the types of the arguments
 def linear_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,

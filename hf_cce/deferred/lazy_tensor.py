@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map
@@ -100,15 +101,10 @@ def _accepts(handler: Callable[..., Any], keywords: frozenset[str]) -> bool:
     return keywords <= named or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
+@_disable_dynamo  # torch.compiler.disable would load Dynamo at import, which takes a second
 def _call_in_eager(func: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` outside of the graph: a compiled function that takes eager logits would lose their gradient."""
     return func(*args, **kwargs)
-
-
-@functools.cache
-def keep_out_of_graphs() -> None:
-    """Keep operations on eager logits out of graphs. Not done at import, as it loads Dynamo, which takes a second."""
-    globals()["_call_in_eager"] = torch.compiler.disable(_call_in_eager)
 
 
 def _undo_matmul_swap(args: Any) -> Any:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
-from hf_cce.deferred.lazy_tensor import LazyTensor, keep_out_of_graphs
+from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
 from hf_cce.filter_state import FilterState
@@ -106,7 +106,6 @@ def _prepare() -> None:
     """Prepare this process for patched models. Not done at import, as it loads Dynamo and PEFT."""
     peft_tuner.install()
     OptimizerSteps.watch()
-    keep_out_of_graphs()
     torch.compiler.assume_constant_result(_warn_full_logits)
     torch.compiler.assume_constant_result(_install_while_tracing)
 
