@@ -139,7 +139,8 @@ def _gpu(device: torch.device) -> Check:
     found += f", CUDA {facts['cuda'] or 'none'}"
     if _runs_kernels(device):
         return Check(str(device), OK, found)
-    return Check(str(device), NOTE, f"{found}: the PyTorch fallback runs, in float32 or {_half_name(device)}")
+    half = dtype_name(machine.half_dtype(device))
+    return Check(str(device), NOTE, f"{found}: the PyTorch fallback runs, in float32 or {half}")
 
 
 def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
@@ -162,10 +163,6 @@ def _no_cuda(gpus: list[str] | None, build: str | None) -> Check:
     return Check("gpu", WRONG, found, command)
 
 
-def _half_name(device: torch.device) -> str:
-    return dtype_name(machine.half_dtype(device))
-
-
 def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     """Return what runs on ``device`` and why, and compare loss and gradients of a small problem with float64."""
     from hf_cce.diagnostics import gradcheck
@@ -173,7 +170,7 @@ def self_test(device: torch.device) -> tuple[list[dict[str, str]], Check]:
     name, again = f"self-test {device}", f"hf-cce gradcheck --device {device}"
     # Odd sizes give partial tiles; on a GPU, several tiles.
     problem = gradcheck.Problem(300, 256, 4003) if device.type == "cuda" else gradcheck.Problem(150, 48, 1003)
-    dtypes = ("float32", _half_name(device))
+    dtypes = ("float32", dtype_name(machine.half_dtype(device)))
     try:
         choices = [_choice(device, dtype) for dtype in dtypes]
         report = gradcheck.gradcheck(problem, device, dtypes, cases=(gradcheck.PLAIN, gradcheck.EVERYTHING))

@@ -91,12 +91,6 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def best_device() -> torch.device:
-    """Return the first NVIDIA GPU, else Apple's GPU, else the CPU."""
-    mps = torch.backends.mps.is_available()
-    return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
-
-
 def half_dtype(device: torch.device) -> torch.dtype:
     """Return the 16-bit dtype for ``device``: float16 on NVIDIA GPUs below compute capability 8.0 such as a T4."""
     old = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0)
@@ -114,13 +108,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def checked_device(name: str | None) -> torch.device:
-    """Return the device called ``name``, or the best one for None.
+    """Return the device called ``name``; for None the first NVIDIA GPU, else Apple's GPU, else the CPU.
 
     Raises:
         ValueError: torch cannot use this device here.
     """
     try:
-        device = torch.device(name) if name else best_device()
+        mps = torch.backends.mps.is_available()
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"))
         if device.type != "cuda":
             torch.empty(0, device=device)
         elif (device.index or 0) >= torch.cuda.device_count():  # creates no CUDA context in this process
