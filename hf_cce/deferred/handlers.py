@@ -35,7 +35,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe, SharedStorage
-from hf_cce.loss import LogProbs, linear_cross_entropy, linear_log_probs
+from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 

@@ -311,8 +311,6 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     entry = head.__dict__.get(STATE)
     # The call may belong to a patched model that contains this one
     is_nested = entry is not None and entry.call is not None and entry.call.owner is not state
-    if is_nested and torch.compiler.is_compiling():
-        return None
     entry = _restore_forward(head)
     call = None if entry is None or is_nested else entry.call
     if kwargs.get("fused_lm_head"):

@@ -374,6 +374,12 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
     "log-probabilities and entropy": (
         lambda z: rows(lambda row, ids: log_prob(row, ids)[:, 0] + minus_entropy(row, ids), z), 2,
     ),
+    "two splits": (
+        lambda z: [
+            log_prob(z.flatten(0, 1).chunk(2)[0], INDEX.flatten()[: 2 * S]),
+            log_prob(z.flatten(0, 1).split(S)[1], V - 1 - INDEX[1]),
+        ], 2,
+    ),
     "one row": (lambda z: [log_prob(next(iter(z)), INDEX[0])], 1),
 }  # fmt: skip
 
@@ -399,6 +405,26 @@ def test_loops_over_parts_of_the_logits(name: str, monkeypatch: pytest.MonkeyPat
     exact, plain, fused = results
     assert_all_accurate(fused, plain, exact)
     assert len(passes) == count
+
+
+def test_gradients_of_many_slices_are_summed_in_float32() -> None:
+    """In 16 bits, the sum would lose the gradients of most slices."""
+    hidden, weight = torch.randn(64, 8, 16).bfloat16(), torch.randn(V, 16).bfloat16()
+    labels = torch.randint(V, (64, 8))
+
+    def gradient(dtype: torch.dtype, head: Any) -> Tensor:
+        w = weight.to(torch.float64 if dtype is torch.float64 else torch.bfloat16, copy=True).requires_grad_()
+        z = head(hidden.to(w.dtype), w).to(dtype)
+        torch.stack([F.cross_entropy(z[i], labels[i]) for i in range(64)]).mean().backward()
+        assert w.grad is not None
+        return w.grad
+
+    def rounded_each(i: int) -> Tensor:
+        w = weight.clone().requires_grad_()
+        return torch.autograd.grad(F.cross_entropy(F.linear(hidden[i], w).float(), labels[i]) / 64, w)[0].float()
+
+    baselines = [gradient(torch.float32, F.linear), sum(map(rounded_each, range(64)), torch.zeros(())).bfloat16()]
+    assert_accurate(gradient(torch.float32, lazy_logits), baselines, gradient(torch.float64, F.linear), "weight")
 
 
 def test_gathered_logits_are_not_mixed_with_those_of_another_bias() -> None:
