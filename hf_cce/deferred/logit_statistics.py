@@ -260,4 +260,6 @@ def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """Return ``function(*args)``, which the backward pass computes again."""
+    if not torch.is_grad_enabled():
+        return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
