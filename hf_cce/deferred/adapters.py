@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_cce.deferred.lazy_tensor import TensorProxy
 from hf_cce.deferred.logits import lazy_logits
-from hf_cce.deferred.operations import as_vocab_vector, cast_result, is_number
+from hf_cce.deferred.operations import as_vocab_vector, cast_targets, is_number
 from hf_cce.deferred.training_call import TrainingCall
 
 Factor = Tensor | float  # [V], or one number for all vocabulary entries
@@ -95,10 +95,11 @@ class AdapterHead(TensorProxy):
 
 
 def _to(x: AdapterHead, *args: Any, **kwargs: Any) -> Any:
-    target = cast_result(x, args, kwargs)
-    if target is None or target[1] != x.device:
+    targets = cast_targets(args, kwargs)
+    if targets is None or any(isinstance(each, torch.device) and each != x.device for each in targets):
         return x.deferred().to(*args, **kwargs)
-    return x._replace(x.terms, x.bias, target[0])
+    dtypes = [each for each in targets if isinstance(each, torch.dtype)]
+    return x._replace(x.terms, x.bias, dtypes[-1] if dtypes else x.dtype)
 
 
 def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,13 @@ def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
 
 def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
     """Subtract another sum, or a bias [V]: DoRA subtracts the head's own bias before it scales."""
-    return _add(x, _mul(other, -1.0) if isinstance(other, AdapterHead) else -other, **kwargs)
+    if isinstance(other, AdapterHead):
+        return _add(x, _mul(other, -1.0), **kwargs)
+    subtracted = as_vocab_vector(other, x)
+    if subtracted is None or kwargs:
+        return NotImplemented
+    bias = None if other is x.bias else _add_optional(x.bias, -subtracted)
+    return x._replace(x.terms, bias, torch.promote_types(x.dtype, subtracted.dtype))
 
 
 def _mul(x: AdapterHead, other: Any) -> Any:

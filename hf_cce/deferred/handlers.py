@@ -29,7 +29,7 @@ from hf_cce.deferred.operations import (
     Meaning,
     apply_ops,
     as_vocab_vector,
-    cast_result,
+    cast_targets,
     is_number,
     masked_ids,
     split_index,
@@ -69,8 +69,8 @@ def _meaning_of(x: Any, *kinds: str) -> Meaning | None:
 
 @implements("to")
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
-    target = cast_result(x, args, kwargs)
-    return NotImplemented if target is None else _cast(_cast(x, target[0]), target[1])
+    targets = cast_targets(args, kwargs)
+    return NotImplemented if targets is None else functools.reduce(_cast, targets, x)
 
 
 def _cast(x: Any, target: torch.dtype | torch.device) -> Any:

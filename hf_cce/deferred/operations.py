@@ -131,14 +131,22 @@ def masked_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> T
     return chosen if chosen.dim() == 1 else None
 
 
-def cast_result(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device] | None:
-    """Return dtype and device of ``x.to(*args, **kwargs)``; None if it may do more than cast to floating point and move."""
-    if len(args) > 2 or not {*kwargs} <= {"dtype", "device", "non_blocking"}:
+def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype | torch.device] | None:
+    """Return the floating-point dtypes and devices passed to ``Tensor.to``; None if anything else is passed."""
+    rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+    targets = [rest.pop(name, None) for name in ("dtype", "device")]
+    for arg in args[:2]:
+        if hasattr(arg, "dtype"):
+            targets = [arg.dtype, arg.device]
+        elif not isinstance(arg, bool):
+            targets.append(arg)
+    targets = [target for target in targets if target is not None]
+    dtypes = [target for target in targets if isinstance(target, torch.dtype)]
+    devices = [target for target in targets if isinstance(target, (torch.device, str, int))]
+    known = len(dtypes) + len(devices) == len(targets) and all(dtype.is_floating_point for dtype in dtypes)
+    if rest or len(args) > 2 or not known:
         return None
-    if args and hasattr(args[0], "dtype"):  # another tensor, which may be lazy
-        args = (args[0].device, args[0].dtype, *args[1:])
-    made = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
-    return (made.dtype, made.device) if made.is_floating_point() else None
+    return [*dtypes, *(torch.empty(0, device=each).device for each in devices)]  # with an index, as those of tensors
 
 
 def is_number(value: Any) -> bool:
