@@ -92,8 +92,8 @@ class HeadInput(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        # As first argument, because weight.to(x) just takes the dtype of x; or as a factor (VeRA, IA3, OFT)
-        inputs = tree_leaves(args if name_of(func) in ("mul", "einsum") else args[:1])
+        # As first argument, because weight.to(x) just takes the dtype of x; or as a factor (VeRA, IA3)
+        inputs = tree_leaves(args if name_of(func) == "mul" else args[:1])
         call = next((x.call for x in inputs if isinstance(x, HeadInput)), None)
         return result if call is None else _wrap_result(result, call)
 
@@ -124,6 +124,7 @@ def _matmul(x: Any, other: Any) -> Any:
 HeadInput.HANDLERS = {
     "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
     "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
+    "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
     **dict.fromkeys(("matmul", "__matmul__"), _matmul),
 }
 

@@ -18,9 +18,11 @@ current call, linked to the call that it interrupts. torch runs no hooks after C
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakValueDictionary
@@ -294,7 +296,11 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         return linear(hidden_states, head.weight, head.bias, call)
     call.adapted = type(head).forward is not nn.Linear.forward
     hidden_states = head_input(hidden_states, call)
-    output = forward(hidden_states, *args, **kwargs)
+    if hasattr(head, "base_layer") and not torch.compiler.is_compiling():
+        with _defer_base_layer(head, call):
+            output = forward(hidden_states, *args, **kwargs)
+    else:
+        output = forward(hidden_states, *args, **kwargs)
     if isinstance(output, AdapterHead):
         return output.deferred()
     if isinstance(output, HeadInput):
@@ -302,6 +308,26 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
     if isinstance(output, torch.Tensor) and not isinstance(output, LazyTensor) and not call.few_tokens:
         call.note_full_logits()  # the head, or an adapter on it, does something that cannot be deferred
     return output
+
+
+@contextlib.contextmanager
+def _defer_base_layer(head: nn.Module, call: TrainingCall) -> Iterator[None]:
+    """Let the Linear inside an adapter defer its product too, for hidden states that the adapter has changed (OFT)."""
+    base: Any = head
+    while hasattr(base, "base_layer"):
+        base = base.base_layer
+    previous, forward = base.__dict__.get("forward"), base.forward
+
+    def deferring_forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(head_input(x, call) if type(x) is torch.Tensor else x, *args, **kwargs)
+
+    base.forward = deferring_forward
+    try:
+        yield
+    finally:
+        base.__dict__.pop("forward")
+        if previous is not None:
+            base.forward = previous
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
