@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = values.values()
     largest = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return {
+        "date": date.today().isoformat(),
         "command": shlex.join(["recipes/log_probs.py", *sys.argv[1:]]),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "device": torch.cuda.get_device_name() if step.ids.is_cuda else args.device,

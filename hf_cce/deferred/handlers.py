@@ -468,6 +468,8 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
         values = _fused_statistics(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]
     else:
         values = x._compute_fused(lambda r: (gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
+        if values.requires_grad and not x.recipe.call.labels:
+            x.recipe.call.note_fused()
     return values if torch.compiler.is_compiling() else _as_before(x, index, values)
 
 

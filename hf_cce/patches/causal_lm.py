@@ -440,7 +440,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
             "the head's forward runs without gradients, for example in a checkpoint with use_reentrant=True"
         )
         call.note_full_logits()
-    if (call.few_tokens or not call.labels) and not call.reasons:
+    if (call.few_tokens or not call.labels) and not (call.reasons or call.full_logits):
         return  # without labels, the logits are read after the call
     missed = call.fused == 0
     state.stats.missed += missed

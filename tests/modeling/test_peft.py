@@ -93,6 +93,9 @@ HEADS: dict[str, Row] = {
     "miss": of_the_head("MissConfig", r=2, init_weights=False, miss_dropout=0.4),
     "psoft": of_the_head("PsoftConfig", r=2),
     "pvera": of_the_head("PveraConfig", r=2, init_weights=False),
+    "lily": of_the_head("LilyConfig", r=2, init_weights=False),
+    "hra": of_the_head("HRAConfig", r=2, init_weights=False),
+    "hira": of_the_head("HiraConfig", r=2, init_weights=False),
     "c3a": of_the_head("C3AConfig", fused=0, block_size=1, init_weights=False),
 }
 # These call the model's forward without its hooks
@@ -297,6 +300,14 @@ def test_lora_on_the_head(how: str, kind: str) -> None:
     assert sum("lora" in name for name in actual) == per_adapter * (2 if how == "two adapters" else 1)
     rounding = torch.float32 if how == "two adapters" else torch.bfloat16
     assert_all_accurate(actual, twin, reference, dtype=rounding)
+
+
+def test_adapter_that_needs_full_logits_warns_without_labels() -> None:
+    model = apply_cce(peft.get_peft_model(tiny_llama(), of_the_head("FrodConfig").config()))
+    with cce_warnings() as messages:
+        for _ in range(2):
+            model(input_ids=batch()["input_ids"]).logits.logsumexp(-1).mean().backward()
+    assert len(messages) == 1 and "(frod)" in messages[0]
 
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])

@@ -249,6 +249,19 @@ def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: P
     assert (counted.calls, counted.fused, counted.materialized) == ((6, 0, 6) if unknown else (6, 6, 0))
 
 
+def test_loss_of_the_largest_logits_is_fused(tmp_path: Path) -> None:
+    def largest(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs["logits"][:, :-1].max(-1).values.sum() / num_items_in_batch
+
+    plain, patched = (
+        build(tmp_path, compute_loss_func=largest),
+        build(tmp_path, CCECallback(), compute_loss_func=largest),
+    )
+    assert run(plain) == run(patched) == []
+    assert_same_run(patched, plain, 3)
+    assert stats(patched.model).fused == stats(patched.model).calls == 6
+
+
 @pytest.mark.parametrize(("ignored", "steps"), [([5], 3), ([2, 5, 9], 3), (range(0, 12, 2), 6)])
 def test_micro_batches_with_all_labels_ignored(ignored: Iterable[int], steps: int, tmp_path: Path) -> None:
     """Micro-batches have one row each, so that their content does not depend on the order of the rows.
