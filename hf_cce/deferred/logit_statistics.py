@@ -113,7 +113,8 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     if index in made.parts:
         return None
     made.parts.add(index)
-    valid, labels, found = ids != NO_LABEL, ids.clamp(min=0), made.found
+    valid, found = ids != NO_LABEL, made.found
+    labels = ids.masked_fill(~valid, 0)
 
     def part(x: Tensor) -> Tensor:
         return op(x.unsqueeze(-1)).squeeze(-1)

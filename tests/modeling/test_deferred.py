@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import operator
@@ -344,15 +345,15 @@ def test_statistics_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float
 
 
 def rows(function: Callable[[Any, Tensor], Tensor], z: Any, ids: Tensor = INDEX) -> list[Tensor]:
-    return [function(row, each) for row, each in zip(z, ids, strict=True)]
+    return [function(row, each) for row, each in zip(z, ids.to(z[0].device), strict=True)]
 
 
 def log_prob(row: Any, ids: Tensor) -> Tensor:
-    return row.log_softmax(-1).gather(-1, ids[:, None])
+    return row.log_softmax(-1).gather(-1, ids[:, None].to(row.device))
 
 
 def class_weighted(row: Any, ids: Tensor) -> Tensor:
-    return F.cross_entropy(row, ids, torch.linspace(0, 1, V, dtype=row.dtype))
+    return F.cross_entropy(row, ids, torch.linspace(0, 1, V, dtype=row.dtype, device=row.device))
 
 
 def minus_entropy(row: Any, ids: Tensor) -> Tensor:
@@ -384,8 +385,11 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_parts_of_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_over_parts_of_the_logits(
+    name: str, implementation: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradients of all parts are computed in one pass."""
     compute, passes = logit_statistics.linear_log_probs, []
 
@@ -396,12 +400,13 @@ def test_loops_over_parts_of_the_logits(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(logit_statistics, "linear_log_probs", counted)
     loop, count = LOOPS[name]
     hidden, weight = torch.randn(B, S, 8), torch.randn(V, 8)
+    fused_head = functools.partial(lazy_logits, call=TrainingCall(CCEConfig(implementation=implementation)))
     results = []
-    for dtype, head in ((torch.float64, F.linear), (torch.float32, F.linear), (torch.float32, lazy_logits)):
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
-        found = loop(head(*leaves))
+    for dtype, head in ((torch.float64, F.linear), (torch.float32, F.linear), (torch.float32, fused_head)):
+        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        found = [x.cpu() for x in loop(head(*leaves))]
         torch.cat([x.flatten() for x in found]).cos().sum().backward()
-        results.append([*found, *(x.grad for x in leaves)])
+        results.append([*found, *(x.grad.cpu() for x in leaves if x.grad is not None)])
     exact, plain, fused = results
     assert_all_accurate(fused, plain, exact)
     assert len(passes) == count
