@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.files import write_json
+from benchmarks.origin import origin
 from hf_cce import CCEConfig, TeacherHead, linear_divergence
 from hf_cce.config import MIB
 
@@ -185,7 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args(arguments)
     torch.backends.cuda.matmul.allow_tf32 = False
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": []}
+    header = origin("benchmarks.divergence", arguments, torch.device("cuda"), "torch", "triton", "trl", "liger-kernel")
+    report: dict[str, Any] = {**header, "results": []}
     for shape in args.shapes:
         n, ds, dt, v = sizes = tuple(map(int, shape.split(",")))
         inputs = problem(n, ds, dt, v)

@@ -220,6 +220,7 @@ TABLES: dict[str, Table] = {
     "flat-4096": modes("flat", "flat N=4096 D=4096 V=128256"),
     "odd-50257": modes("flat_odd", "flat N=8192 D=768 V=50257"),
     "odd-32001": modes("flat_odd", "flat N=8192 D=4096 V=32001"),
+    "distillation": one("divergence", tables.divergence_rows),
     "few": one("flat_few", tables.few_tokens_rows),
     "never-slower": never_slower(tables.never_slower_kinds),
     "never-slower-cases": never_slower(tables.never_slower_cases),

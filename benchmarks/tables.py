@@ -156,6 +156,34 @@ def policy_rows(report: Report) -> list[str]:
     return lines
 
 
+DIVERGENCES = {"forward_kl": "forward KL", "reverse_kl": "reverse KL", "jsd": "JSD"}
+DISTILLED_BY = {
+    "hf_cce": "**hf_cce**, `linear_divergence`",
+    "full": "full logits",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "trl": "TRL",
+}
+
+
+def divergence_rows(report: Report) -> list[str]:
+    """Return time, memory and errors of distillation losses; peers that did not run are left out."""
+    lines = head(
+        "tokens, student × teacher × vocabulary", "divergence", "computed by", "forward + backward", "memory",
+        "errors (hidden states, weight)",
+    )  # fmt: skip
+    for found in report["results"]:
+        if "failed" not in found and found["peer"] in DISTILLED_BY:
+            n, ds, dt, v = found["shape"]
+            shape, errors = (
+                f"{n:,}, {ds:,} × {dt:,} × {v:,}",
+                f"{found['error_hidden']:.1e}, {found['error_weight']:.1e}",
+            )
+            about = (shape, DIVERGENCES[found["kind"]], DISTILLED_BY[found["peer"]])
+            lines.append(row(*about, f"{found['ms']:.1f} ms", f"{found['mib']:,.0f} MiB", errors))
+    return lines
+
+
 def few_tokens_rows(report: Report) -> list[str]:
     """Return device and wall time of hf_cce and full logits for few tokens; on a CPU both times are equal."""
     wall = ("hf_cce, wall", "full logits, wall") if report["dtype"] != "float32" else ()
