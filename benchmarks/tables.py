@@ -175,11 +175,8 @@ def divergence_rows(report: Report) -> list[str]:
     for found in report["results"]:
         if "failed" not in found and found["peer"] in DISTILLED_BY:
             n, ds, dt, v = found["shape"]
-            shape, errors = (
-                f"{n:,}, {ds:,} × {dt:,} × {v:,}",
-                f"{found['error_hidden']:.1e}, {found['error_weight']:.1e}",
-            )
-            about = (shape, DIVERGENCES[found["kind"]], DISTILLED_BY[found["peer"]])
+            about = (f"{n:,}, {ds:,} × {dt:,} × {v:,}", DIVERGENCES[found["kind"]], DISTILLED_BY[found["peer"]])
+            errors = f"{found['error_hidden']:.1e}, {found['error_weight']:.1e}"
             lines.append(row(*about, f"{found['ms']:.1f} ms", f"{found['mib']:,.0f} MiB", errors))
     return lines
 

@@ -247,12 +247,12 @@ def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: t
 class Losses(NamedTuple):
     """Results of the fused loss with their upstream gradients, and the leaves of the graph behind the results.
 
-    Results may be computed from ``ports`` in place of ``sources``: see ``port``.
+    Results may be computed from ``boundaries`` in place of ``sources``: see ``graph_boundary``.
     """
 
     results: list[Tensor]
     upstream: list[Tensor]
-    ports: tuple[Tensor, ...]
+    boundaries: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
     leaves: tuple[Tensor | None, ...]
     call: Any
@@ -261,16 +261,17 @@ class Losses(NamedTuple):
 _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
 
 
-def port(call: Any, source: Tensor, of_pass: int, value: Tensor | None = None) -> Tensor:
-    """Return ``source`` for further computations, so that its gradient can be computed by another tensor of the same value.
+def graph_boundary(call: Any, source: Tensor, of_pass: int, value: Tensor | None = None) -> Tensor:
+    """Return ``source``, cut off from its graph, for the computation of a result.
 
-    The gradients of all sources ``of_pass`` are computed together. If a ``value`` is given, it is returned instead.
+    The backward pass first computes the gradient of this leaf, then that of ``source``, together with all sources ``of_pass``, or
+    of what ``share_gradient`` puts in its place. If a ``value`` is given, it is returned instead.
     """
     if not source.requires_grad or torch.compiler.is_compiling():
         return source
     _metadata(source)[_PASS] = of_pass
     new = (source if value is None else value).detach().requires_grad_()
-    call.ports.append((new, source))
+    call.boundaries.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 
 
@@ -306,7 +307,7 @@ def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):
         for each in losses:
-            grads = compute(each.results, [*wanted, *each.ports], each.upstream)
+            grads = compute(each.results, [*wanted, *each.boundaries], each.upstream)
             sums = list(map(_sum, sums, grads))
             for source, grad in zip(each.sources, grads[len(wanted) :], strict=True):
                 if grad is not None:
@@ -323,7 +324,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     """Return ``x + y`` in float32 or more: a long sum in 16 bits would lose its small addends."""
     if x is None or y is None:
         return y if x is None else x
-    return x.to(accumulation_dtype(x.dtype)).add_(y) if x.element_size() == 2 else x + y
+    if x.dtype == y.dtype and x.element_size() > 2:
+        return x + y
+    return x.to(accumulation_dtype(x.dtype)).add_(y)  # in place if ``x`` is already such a sum of 16-bit tensors
 
 
 class TensorMeta(NamedTuple):
@@ -500,12 +503,12 @@ class FusedResult(torch.autograd.Function):
         recipe, call = logits.recipe, logits.recipe.call
         with torch.enable_grad():
             results = compute(recipe)
-        ports, sources = zip(*call.ports, strict=True) if call.ports else ((), ())
-        ctx.count, call.ports = (len(results), len(ports)), []
+        boundaries, sources = zip(*call.boundaries, strict=True) if call.boundaries else ((), ())
+        ctx.count, call.boundaries = (len(results), len(boundaries)), []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
-        ctx.save_for_backward(*results, *ports, *sources, *recipe.leaves, *recipe.operands)
+        ctx.save_for_backward(*results, *boundaries, *sources, *recipe.leaves, *recipe.operands)
         ctx.meta, ctx.recipe, ctx.native = logits.meta, recipe.without_operands(), native
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
@@ -520,7 +523,7 @@ class FusedResult(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, None
         saved, native, (count, n) = ctx.saved_tensors, ctx.native, ctx.count
-        results, ports, sources = saved[:count], saved[count : count + n], saved[count + n : -6]
+        results, boundaries, sources = saved[:count], saved[count : count + n], saved[count + n : -6]
         leaves, operands = saved[-6:-3], saved[-3:]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         recipe = ctx.recipe
@@ -533,7 +536,7 @@ class FusedResult(torch.autograd.Function):
             upstream = [grads[i].to(results[i].dtype) for i in used]
             return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
 
-        losses = Losses([results[i] for i in used], [grads[i] for i in used], ports, sources, leaves, recipe.call)
+        losses = Losses([results[i] for i in used], [grads[i] for i in used], boundaries, sources, leaves, recipe.call)
         return LazyGrad.create(ctx.meta, ((losses, dense_grad),), None, recipe.call), None, None
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_cce.deferred.lazy_tensor import port, share_gradient
+from hf_cce.deferred.lazy_tensor import graph_boundary, share_gradient
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.loss import LogProbs, linear_log_probs, prefers_full_logits, rounds_logits
 from hf_cce.sharded import is_dtensor
@@ -66,6 +66,7 @@ def _is_same_object(a: Any, b: Any) -> bool:
 def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     """Call ``linear_log_probs``. Its result is cached until the backward pass, for statistics of the same logits.
 
+    If ``r`` is a part of logits whose other tokens are likely to be asked for, too, this pass computes all of them.
     Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
     both in one pass from its second step on.
     """
@@ -74,18 +75,27 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
         found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
         return _pass_over_head(r, ids, wanted) if found is None else found
     gathered = r.call.gathered if wanted.get("logsumexp") and torch.is_grad_enabled() else None
-    whole: Any = r
-    ops: list[Any] = []  # from ``whole`` to ``r``
-    while gathered is not None and whole is not None and not _is_same(_identity(whole), gathered.identity):
-        whole, op = whole.part_of or (None, None)
-        ops = [op, *ops]
-    if gathered is None or whole is None:
+    source = None if gathered is None else _ancestor(r, gathered.identity)
+    if source is None:
         if not is_part:
             return _pass_over_head(r, None, wanted)
-        whole, ops, gathered = r.part_of[0].replace(ops=r.ops), [r.part_of[1]], None  # type: ignore[index]
+        parent, op = r.part_of  # type: ignore[misc]
+        source, gathered = (parent.replace(ops=r.ops), [op]), None
+    whole, ops = source
     found = _pass_over_head(whole, None, wanted, gathered)
     parts = (x if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1) for x in found)
     return LogProbs(*parts)  # type: ignore[arg-type]
+
+
+def _ancestor(r: Recipe, identity: tuple[Any, ...]) -> tuple[Recipe, list[Any]] | None:
+    """Return the logits of this ``identity`` that ``r`` is a part of, and the operations that take this part; or None."""
+    ops: list[Any] = []
+    while not _is_same(_identity(r), identity):
+        if r.part_of is None:
+            return None
+        r, op = r.part_of
+        ops = [op, *ops]
+    return r, ops
 
 
 def is_one_of_many(r: Recipe) -> bool:
@@ -122,9 +132,9 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     part(made.labels.data).copy_(labels)  # .data: autograd need not know, because the forward pass has not used them
     with torch.no_grad():
         value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
-    logits = port(call, part(found.log_probs + found.logsumexp), id(found), value)
-    lse = part(port(call, found.logsumexp, id(found)))
-    entropies = None if found.entropy is None else part(port(call, found.entropy, id(found))).where(valid, 0)
+    logits = graph_boundary(call, part(found.log_probs + found.logsumexp), id(found), value)
+    lse = part(graph_boundary(call, found.logsumexp, id(found)))
+    entropies = None if found.entropy is None else part(graph_boundary(call, found.entropy, id(found))).where(valid, 0)
     return LogProbs((logits - lse).where(valid, 0), entropies, logsumexp=lse.where(valid, 0))
 
 
@@ -165,7 +175,7 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
             label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
             label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
             share_gradient(gathered.logits, label_logits, id(found), gathered.is_label)
-    found = LogProbs(*(x if x is None else port(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
+    found = LogProbs(*(x if x is None else graph_boundary(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
@@ -189,7 +199,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     logits = _products_of_ids(r, index, dtype)
     if logits.requires_grad:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return port(r.call, logits, id(logits))
+    return graph_boundary(r.call, logits, id(logits))
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class TrainingCall:
     # Cleared by the backward pass
     last_pass: Any = None  # the last ``Pass`` over the head
     gathered: Any = None  # the last ``Gathered`` logits
-    ports: list[Any] = field(default_factory=list)  # see ``lazy_tensor.port``; taken by ``FusedResult``
+    boundaries: list[Any] = field(default_factory=list)  # see ``lazy_tensor.graph_boundary``; taken by ``FusedResult``
 
     @property
     def token_sums(self) -> TokenSums | None:
