@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_cce.config import CCEConfig, CCEWarning
+from hf_cce.deferred.token_sums import TokenSums
 from hf_cce.filter_state import FilterState
-from hf_cce.loss import LogProbs
 from hf_cce.sharded import to_local
 
 FREED = (
@@ -52,32 +51,6 @@ class Stats:
 
 
 @dataclass
-class TokenSums:
-    """Sums over the labels of training losses, on their device: number of labels, −log p, top-1 hits, entropy."""
-
-    sums: Tensor | None = None  # [4]
-
-    def add(self, valid: Tensor, found: LogProbs) -> None:
-        """Add the entries of ``found`` [...] where ``valid`` [...] is True, without synchronizing."""
-        values = valid, -found.log_probs, found.is_top1, found.entropy
-        acc_dtype = torch.float32 if valid.device.type == "mps" else torch.float64
-        with torch.no_grad():
-            new = torch.stack([(x * valid).sum(dtype=acc_dtype) for x in values if x is not None])
-            self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
-
-    def means(self, before: Tensor | None = None) -> dict[str, float]:
-        """Return means over all labels, or over those since the sums were ``before``; empty without labels. Synchronizes."""
-        if self.sums is None:
-            return {}
-        count, *sums = (self.sums if before is None else self.sums - before).tolist()
-        if count == 0:
-            return {}
-        loss, right, entropy = (total / count for total in sums)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"token_accuracy": right, "entropy": entropy, "perplexity": perplexity}
-
-
-@dataclass
 class TrainingCall:
     """One training call: its options, and what happened in it."""
 
@@ -89,6 +62,7 @@ class TrainingCall:
     head: Any = None
     labels: bool = True  # False: the caller uses the logits after the call has returned
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
+    loss_groups: Tensor | None = None  # of ``token_sums.label_groups``
     fused: int = 0
     few_tokens: bool = False
     answered: bool = False  # something differentiable was computed from the logits without making them

@@ -36,7 +36,8 @@ from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_wrapper
-from hf_cce.deferred.training_call import OptimizerSteps, Stats, TokenSums, TrainingCall, warn
+from hf_cce.deferred.token_sums import TokenSums, label_groups
+from hf_cce.deferred.training_call import OptimizerSteps, Stats, TrainingCall, warn
 from hf_cce.filter_state import FilterState
 from hf_cce.head_checks import adapter_in, find_head, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, trl
@@ -143,8 +144,9 @@ def cce_stats(state: Patch) -> dict[str, float]:
         ``materialized``: how often full logits were computed, by a head that cannot defer or afterwards; ``read``: how many of
         these because ``outputs.logits`` was used. ``bypassed``: calls that used TRL's own fused head. ``traced``: 1 if a
         compiled graph contains the fused loss; such a graph counts only its scalar cross-entropies, each as a call.
-        With ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy`` and ``perplexity``. Once the gradient
-        filter has run, also the ``FilterState.stats`` of its last step.
+        With ``token_stats``, means over all labels so far: ``token_accuracy``, ``entropy``, ``perplexity``, and ``loss_group_i``
+        for each group i in the calls' ``loss_groups``. Once the gradient filter has run, also the ``FilterState.stats`` of its
+        last step.
     """
     if not state.handles:
         raise RuntimeError("the model is no longer patched")
@@ -188,6 +190,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     state = patch_of(model)
     if state is None:
         return
+    groups = kwargs.pop("loss_groups", None)  # not an argument of any model
     compiling, labels = torch.compiler.is_compiling(), kwargs.get("labels") is not None
     if compiling and model.training:
         _install_while_tracing(state.key)
@@ -224,6 +227,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = why_not_defer(head, _wrapper_of(head), compiling)
+        if groups is not None and training and not compiling:
+            call.loss_groups = _label_groups(groups, kwargs, state.config)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
@@ -238,6 +243,13 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, call, head)
     if previous_entry is not None:
         _install_forward(model, state, head, _Entry(None, previous_entry))
+
+
+def _label_groups(groups: Any, kwargs: dict[str, Any], config: CCEConfig) -> torch.Tensor:
+    if not config.token_stats:
+        raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
+    shifted = kwargs.get("shift_labels")
+    return label_groups(groups, kwargs.get("labels") if shifted is None else shifted, shifted is not None)
 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:

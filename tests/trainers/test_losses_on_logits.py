@@ -169,9 +169,56 @@ def test_token_statistics(items: dict[str, int]) -> None:
         assert_accurate(torch.tensor(found[name]), value, value, name, torch.float32)
 
 
+@pytest.mark.parametrize("form", ["sequence", "label", "shifted"])
+def test_loss_by_group(form: str) -> None:
+    """The group of a label counts, not that of the position that predicts it. Calls without groups do not change these means."""
+    plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
+    inputs = batch()
+    labels = inputs["labels"]
+    groups = torch.arange(len(labels)) if form == "sequence" else torch.arange(labels.numel()).view_as(labels) % 3
+    if form == "shifted":
+        inputs["shift_labels"], groups = shifted(labels).contiguous(), shifted(groups).clamp(min=0)
+    patched(**inputs, loss_groups=groups)
+    found = patched.cce_stats()
+    per_label = groups[:, None].expand_as(labels) if form == "sequence" else groups
+    per_position = per_label if form == "shifted" else shifted(per_label)
+    with torch.no_grad():
+        logits = plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), shifted(labels).flatten(), reduction="none").view_as(labels)
+    expected = {
+        f"loss_group_{i}": losses[(per_position == i) & (shifted(labels) != -100)].mean()
+        for i in per_position[shifted(labels) != -100].unique().tolist()
+    }
+    assert expected.keys() == {name for name in found if name.startswith("loss_group")}
+    for name, value in expected.items():
+        assert_accurate(torch.tensor(found[name]), value, value, name, torch.float32)
+    patched(**batch())
+    again = patched.cce_stats()
+    for name in expected:
+        assert again[name] == found[name]
+
+
+def test_wrong_loss_groups() -> None:
+    model, inputs = apply_cce(tiny_llama()), batch()
+    groups = torch.zeros_like(inputs["labels"])
+    for token_stats, given, message in (
+        (False, groups, "loss_groups needs token_stats=True"),
+        (True, groups[:, 1:], r"loss_groups must have the shape \(.*\) or \(.*\) of labels, got"),
+        (True, groups.float(), "loss_groups must be integers, got torch.float32"),
+        (True, groups + 256, r"loss_groups must lie in \[0, 256\), got 256 to 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_cce(model, token_stats=token_stats)(**inputs, loss_groups=given)
+    with pytest.raises(TypeError, match="loss_groups must be a tensor"):
+        model(**inputs, loss_groups=[0, 1])
+    model.eval()(**inputs, loss_groups=groups)  # an evaluation is not counted
+
+
 def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     """Each entry covers its own steps, and equals the metrics of an unpatched model with the same weights."""
-    plain, patched = build(tmp_path / "a"), build(tmp_path / "b", CCECallback(token_stats=True, on_unused="raise"))
+    plain = build(tmp_path / "a")
+    patched = build(tmp_path / "b", CCECallback(token_stats=True, on_unused="raise"), remove_unused_columns=False)
+    patched.train_dataset = [row | {"loss_groups": 7 * (i % 2)} for i, row in enumerate(patched.train_dataset)]
     assert run(plain) == run(patched) == []
     assert_same_run(patched, plain, 3)
     entries = logged(patched)
@@ -183,6 +230,8 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     for entry in entries:  # a mean over labels, like Trainer's
         loss = torch.tensor(entry["loss"])
         assert_accurate(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
+        low, high = sorted(entry[f"cce/loss_group_{i}"] for i in (0, 7))
+        assert low < entry["loss"] < high
 
 
 def test_multi_token_prediction_heads() -> None:

@@ -1,0 +1,84 @@
+"""Statistics of the labels of training losses: accuracy, entropy, perplexity, and the loss of groups of labels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_cce.checks import check_tensor
+from hf_cce.loss import LogProbs
+
+LOSS_GROUPS = 256  # groups are numbered below this
+
+
+@dataclass
+class TokenSums:
+    """Sums over the labels of training losses, on their device: number of labels, −log p, top-1 hits, entropy."""
+
+    sums: Tensor | None = None  # [4, 1 + LOSS_GROUPS], over the labels without a group, then by group
+
+    def add(self, valid: Tensor, found: LogProbs, groups: Tensor | None) -> None:
+        """Add the entries of ``found`` [...] where ``valid`` [...] is True, without synchronizing. ``groups``: [B, T] or None."""
+        values = valid, -found.log_probs, found.is_top1, found.entropy
+        acc_dtype = torch.float32 if valid.device.type == "mps" else torch.float64
+        with torch.no_grad():
+            tokens = torch.stack([(x * valid).flatten().to(acc_dtype) for x in values if x is not None])
+            new = tokens.new_zeros(4, 1 + LOSS_GROUPS)
+            if groups is None:
+                new[:, 0] = tokens.sum(1)
+            else:
+                new.index_add_(1, 1 + _groups_of_losses(groups, valid), tokens)
+            self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
+
+    def means(self, before: Tensor | None = None) -> dict[str, float]:
+        """Return means over all labels, or over those since the sums were ``before``; empty without labels. Synchronizes."""
+        if self.sums is None:
+            return {}
+        counts, losses, right, entropies = (self.sums if before is None else self.sums - before).tolist()
+        count = sum(counts)
+        if count == 0:
+            return {}
+        loss = sum(losses) / count
+        found = {"token_accuracy": sum(right) / count, "entropy": sum(entropies) / count}
+        found["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        return found | {f"loss_group_{i}": losses[i + 1] / n for i, n in enumerate(counts[1:]) if n > 0}
+
+
+def label_groups(groups: Any, labels: Any, shifted: bool) -> Tensor:
+    """Check ``groups`` and return the group of the label that the loss compares with each position, [B, T].
+
+    Args:
+        groups: the group of each sequence [B] or label [B, T], integers in [0, LOSS_GROUPS).
+        labels: [B, T], the labels that the model was given.
+        shifted: True if label t belongs to position t, not to position t − 1.
+    """
+    check_tensor("loss_groups", "[B] or [B, T]", groups)
+    check_tensor("labels", "[B, T]", labels)
+    if groups.is_floating_point() or groups.is_complex():
+        raise ValueError(f"loss_groups must be integers, got {groups.dtype}")
+    if groups.shape not in (labels.shape[:1], labels.shape):
+        want = tuple(labels.shape)
+        raise ValueError(f"loss_groups must have the shape {want[:1]} or {want} of labels, got {tuple(groups.shape)}")
+    groups = groups.long()
+    in_range = (groups.clamp(0, LOSS_GROUPS - 1) == groups).all()
+    if in_range.is_cuda:
+        torch._assert_async(in_range, f"hf_cce: loss_groups must lie in [0, {LOSS_GROUPS})")
+    elif not in_range:
+        raise ValueError(f"loss_groups must lie in [0, {LOSS_GROUPS}), got {int(groups.min())} to {int(groups.max())}")
+    groups = groups.view(len(groups), -1).expand(labels.shape)
+    return groups if shifted else groups.roll(-1, 1)  # the last position has no label
+
+
+def _groups_of_losses(groups: Tensor, valid: Tensor) -> Tensor:
+    """Return the group of each entry of ``valid``: of all positions, or of all but the last one of each sequence."""
+    positions = valid.numel() // len(groups)
+    if valid.numel() != len(groups) * positions or groups.shape[1] - positions not in (0, 1):
+        raise ValueError(
+            f"loss_groups cannot be used with this model: it computes {valid.numel()} losses for labels of shape "
+            f"{tuple(groups.shape)}"
+        )
+    return groups[:, :positions].flatten().to(valid.device)
