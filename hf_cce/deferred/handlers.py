@@ -175,13 +175,15 @@ def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     """Split along a token dimension, into views."""
     if dim not in range(-x.ndim, x.ndim - 1) or dim == -1:
         return NotImplemented
-    cut = lambda z: getattr(z, name)(*sizes, dim=dim)  # noqa: E731
+    dim = dim % x.ndim
     with torch.enable_grad():
-        parts = cut(x.recipe.hidden_states)
+        parts = getattr(x.recipe.hidden_states, name)(*sizes, dim=dim)
+    lengths = [1 if name == "unbind" else part.shape[dim] for part in parts]
 
     def part(i: int) -> Any:
-        op, how = lambda z: cut(z)[i], (name, sizes, dim)
-        return x._derive(op, lambda r: r.replace(hidden_states=parts[i], part_of=(r, op), split=(how, i)))
+        start, length = sum(lengths[:i]), lengths[i]
+        op = lambda z: z.select(dim, i) if name == "unbind" else z.narrow(dim, start, length)  # noqa: E731
+        return x._derive(op, lambda r: r.replace(hidden_states=parts[i], part_of=(r, op), split=((name, sizes, dim), i)))
 
     return tuple(map(part, range(len(parts))))
 
