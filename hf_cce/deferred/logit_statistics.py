@@ -32,7 +32,8 @@ class Pass(NamedTuple):
 
     identity: tuple[Any, ...]
     found: LogProbs
-    labels: Tensor | None  # None: none were asked for
+    labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
+    has_labels: bool
     split: Any = None  # with ``parts``: the split of the logits whose parts write their labels later
     parts: set[int] | None = None  # that have written their labels
 
@@ -129,7 +130,7 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     def part(x: Tensor) -> Tensor:
         return op(x.unsqueeze(-1)).squeeze(-1)
 
-    part(made.labels.data).copy_(labels)  # .data: autograd need not know, because the forward pass has not used them
+    part(made.labels.data).copy_(labels)  # .data: autograd need not know
     with torch.no_grad():
         value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
     logits = graph_boundary(call, part(found.log_probs + found.logsumexp), id(found), value)
@@ -167,16 +168,21 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         labels = labels.to(r.hidden_states.device)
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if torch.is_grad_enabled() and eager:
-            r.call.last_pass = Pass(key, found, ids, *(cached[3:] if of_parts else ()))
+            r.call.last_pass = Pass(key, found, labels, ids is not None, *(cached[4:] if of_parts else ()))
         if same and cached.found.logsumexp is not None and found.logsumexp is not None:
             share_gradient(cached.found.logsumexp, found.logsumexp, id(found))
         if gathered is not None:
-            assert found.logsumexp is not None
-            label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
-            label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
-            share_gradient(gathered.logits, label_logits, id(found), gathered.is_label)
+            _share_with(found, gathered)
     found = LogProbs(*(x if x is None else graph_boundary(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
+
+
+def _share_with(found: LogProbs, gathered: Gathered) -> None:
+    """Let the pass of ``found``, whose labels are those of ``gathered``, compute the gradient of these logits."""
+    assert found.logsumexp is not None
+    label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
+    label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
+    share_gradient(gathered.logits, label_logits, id(found), gathered.is_label)
 
 
 def _mean_logit(r: Recipe) -> Tensor:
@@ -231,11 +237,17 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     """
     r.call.gathered, before = gathered, r.call.last_pass
     same = before is not None and _is_same(before.identity, gathered.identity)
-    if same and before.labels is None and before.found.logsumexp is not None:
+    if not same or before.has_labels or before.found.logsumexp is None:
+        return
+    if prefers_full_logits(r.hidden_states, r.weight, r.call.config):  # autograd has copied the labels
         r.call.last_pass = None
         _pass_over_head(r, None, {"logsumexp": True}, gathered)
         found = r.call.last_pass.found
         share_gradient(before.found.logsumexp, found.logsumexp, id(found))
+    else:
+        before.labels.data.copy_(gathered.labels)
+        r.call.last_pass = before._replace(has_labels=True)
+        _share_with(before.found, gathered)
 
 
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:
