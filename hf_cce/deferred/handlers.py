@@ -183,7 +183,9 @@ def _split_tokens(name: str, x: Any, *sizes: Any, dim: int = 0) -> Any:
     def part(i: int) -> Any:
         start, length = sum(lengths[:i]), lengths[i]
         op = lambda z: z.select(dim, i) if name == "unbind" else z.narrow(dim, start, length)  # noqa: E731
-        return x._derive(op, lambda r: r.replace(hidden_states=parts[i], part_of=(r, op), split=((name, sizes, dim), i)))
+        return x._derive(
+            op, lambda r: r.replace(hidden_states=parts[i], part_of=(r, op), split=((name, sizes, dim), i))
+        )
 
     return tuple(map(part, range(len(parts))))
 
