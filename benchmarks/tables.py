@@ -173,9 +173,11 @@ def divergence_rows(report: Report) -> list[str]:
         "errors (hidden states, weight)",
     )  # fmt: skip
     for found in report["results"]:
-        if "failed" not in found and found["peer"] in DISTILLED_BY:
+        if "failed" not in found:
             n, ds, dt, v = found["shape"]
-            about = (f"{n:,}, {ds:,} × {dt:,} × {v:,}", DIVERGENCES[found["kind"]], DISTILLED_BY[found["peer"]])
+            name, _, mib = found["peer"].partition(":")
+            peer = DISTILLED_BY[name] + (f', `memory_budget="{mib}MiB"`' if mib else "")
+            about = (f"{n:,}, {ds:,} × {dt:,} × {v:,}", DIVERGENCES[found["kind"]], peer)
             errors = f"{found['error_hidden']:.1e}, {found['error_weight']:.1e}"
             lines.append(row(*about, f"{found['ms']:.1f} ms", f"{found['mib']:,.0f} MiB", errors))
     return lines

@@ -349,21 +349,23 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
 
 
 def dispatch_divergence(
-    p: Problem, config: CCEConfig, triton: bool, top_k: bool, trains: bool
+    p: Problem, config: CCEConfig, kernels: bool, top_k: bool, trains: bool
 ) -> tuple[int, bool, bool]:
-    """Return (bytes of workspace, True for the Triton kernels, True if PyTorch keeps logits) for a divergence.
+    """Return (bytes of workspace, True for Triton kernels, True if PyTorch multiplies and keeps logits) for a divergence.
 
-    ``triton``: the kernels can run. ``top_k``: the teacher is given by its most probable tokens.
+    ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens.
     """
     budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
-    _, beside, fits = _kept_logits(p, budget, auto, trains)
-    if triton and (
-        logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"
-    ):
+    kernels = kernels and runs_kernels(p.device, p.dtype, config.implementation)
+    stored, beside, fits = _kept_logits(p, budget, auto, trains)
+    if kernels and not auto and stored + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
+        return beside, True, True
+    tiles = kernels and choose_implementation(p.device, p.dtype, config.implementation) == "triton"
+    if tiles and (logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False
     if auto:  # chunks of two models; for few tokens, as much as full logits take
         beside = max(2 * beside, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
-    return (beside if fits else budget), False, fits
+    return (beside if fits else budget), kernels and fits, fits
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

@@ -113,9 +113,10 @@ def linear_divergence(
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. Where PyTorch computes the
-            divergence, it keeps the student's logits in the dtype of ``student_hidden`` until the backward pass if they fit half
-            of the budget; ``"auto"`` always has room for them.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. The fastest way keeps the
+            student's logits in the dtype of ``student_hidden`` until the backward pass. A budget in bytes allows it if it has
+            room for them and 256 MiB more, or, where the kernels do not run, for twice as much; ``"auto"`` everywhere but for
+            many tokens in 16 bits on a GPU with kernels.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no
@@ -244,12 +245,14 @@ def _divergences(
     """Return (divergence [N], student entropy [N] or None). ``factor``: a scalar that upstream gradients contain."""
     hidden, weight, *_ = student
     assert weight is not None
-    triton = choose_implementation(hidden.device, hidden.dtype, config.implementation) == "triton"
-    triton &= isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    choose_implementation(
+        hidden.device, hidden.dtype, config.implementation
+    )  # raises if kernels are required, but cannot run
+    top_k = isinstance(teacher, TeacherTopK)
+    kernels = isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
-    top_k = isinstance(teacher, TeacherTopK)
-    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, triton, top_k, trains))
+    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, kernels, top_k, trains))
     upstream = factor if trains else None
     if isinstance(teacher, TeacherTopK):
         return _top_k_divergence(student, teacher, mask, spec, upstream), None

@@ -1,8 +1,8 @@
-"""Divergences in PyTorch that keep the student's logits once, in the inputs' dtype, for the gradients.
+"""Divergences that keep the student's logits once, in the inputs' dtype, for the gradients.
 
-With the whole vocabulary at hand, one pass over blocks of tokens computes the divergence and overwrites the kept logits with its
-gradient, so the backward pass only multiplies: as many products as full logits need, in a fraction of their memory. This is the
-fastest way for few tokens, and wherever the kernels cannot run.
+PyTorch multiplies. With the whole vocabulary at hand, one pass over blocks of tokens computes the divergence and overwrites the
+kept logits with its gradient, in one kernel or in PyTorch. The backward pass only multiplies: as many products as full logits
+need, in a fraction of their memory. This is the fastest way if the memory budget has room for these logits.
 
 Legend: N tokens, D hidden size, V vocabulary; β as in ``hf_cce.divergence_passes``.
 """
@@ -76,26 +76,35 @@ def divergence_of_rows(
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
-    # Half of the budget is for chunks, the rest for blocks of products of the teacher, and of the student if they are not kept.
-    block = tokens_per_block(n, v, dtype, not hidden.is_cuda, spec.memory_budget // (2 if kept else 4))
+    # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
+    room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
+    block = tokens_per_block(n, v, dtype, not hidden.is_cuda, room)
+    if spec.triton:
+        from hf_cce.kernels.divergence_rows import row_divergences  # importing hf_cce must not import Triton
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
         zs = logits_of(student, rows) if kept is None else kept.logits[rows]
         zt = logits_of(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
-        for chunk in row_chunks(zs, copies, spec.memory_budget // 2):
-            x = student.finish(zs[chunk], acc_dtype)
-            log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
-            derivative = 1.0 if kept is None else student.logit_derivative(x)
-            del x
-            log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
-            of_chunk = slice(start + chunk.start, start + chunk.stop)
-            if spec.entropy:
-                entropy[of_chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
-            divergence[of_chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
-            del log_ps, log_pt
-            if kept is not None:
-                kept.write(zs[chunk], g, minus, derivative)
-            del g, minus, derivative
+        if spec.triton:
+            row_divergences(
+                zs, zt, student, teacher, spec.beta, divergence[rows], entropy[rows] if spec.entropy else None,
+                None if kept is None else kept.scale,
+            )  # fmt: skip
+        else:
+            for chunk in row_chunks(zs, copies, spec.memory_budget // 2):
+                x = student.finish(zs[chunk], acc_dtype)
+                log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
+                derivative = 1.0 if kept is None else student.logit_derivative(x)
+                del x
+                log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
+                of_chunk = slice(start + chunk.start, start + chunk.stop)
+                if spec.entropy:
+                    entropy[of_chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
+                divergence[of_chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
+                del log_ps, log_pt
+                if kept is not None:
+                    kept.write(zs[chunk], g, minus, derivative)
+                del g, minus, derivative
         del zs, zt  # free them before the next ones are allocated
     return divergence, entropy, kept
 

@@ -73,17 +73,17 @@ def _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, til
 
 
 @triton.jit
-def _slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
+def slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
     """Return the derivative of a row's divergence w.r.t. the student's logits; ``offset`` is not used if KIND is 0."""
     ps = tl.exp(log_ps)
     if KIND == 0:
-        slope = ps - tl.exp(log_pt)
+        found = ps - tl.exp(log_pt)
     elif KIND == 1:
-        slope = tl.where(ps > 0, ps * (log_ps - log_pt - offset[:, None]), 0.0)
+        found = tl.where(ps > 0, ps * (log_ps - log_pt - offset), 0.0)
     else:
         log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
-        slope = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - offset[:, None]), 0.0)
-    return slope
+        found = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - offset), 0.0)
+    return found
 
 
 # do_not_specialize: values that change between steps must not trigger recompilation.
@@ -162,7 +162,7 @@ def _pair_kernel(
         TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if GRADIENT:
-        gradient = _slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset, beta, KIND)
+        gradient = slope(zs - row_lse[:, None], zt - row_teacher_lse[:, None], row_offset[:, None], beta, KIND)
         gradient = tl.where(valid[:, None], gradient * g[:, None], 0.0)
         if softcap is not None:
             gradient *= softcap_slope(zs, softcap)

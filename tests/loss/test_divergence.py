@@ -33,6 +33,7 @@ from peak_memory import PeakMemory
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, dispatch, divergence_passes, divergence_rows, linear_divergence
 from hf_cce.config import MIB
+from hf_cce.kernels import divergence_rows as kernels_divergence_rows
 
 
 def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -47,10 +48,10 @@ IMPLEMENTATIONS_AND_DTYPES = [
         for name in ("rows", "slabs")
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     ),
-    *(("triton", dtype) for dtype in (torch.float32, torch.float16)),
-    pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu),
+    *((name, dtype) for name in ("triton", "row kernel") for dtype in (torch.float32, torch.float16)),
+    *(pytest.param(name, torch.bfloat16, marks=pytest.mark.gpu) for name in ("triton", "row kernel")),
 ]
-ALL = pytest.mark.parametrize("implementation", ["rows", "slabs", "triton"])
+ALL = pytest.mark.parametrize("implementation", ["rows", "slabs", "triton", "row kernel"])
 
 
 @pytest.fixture
@@ -59,15 +60,20 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     if implementation != "slabs":
         for name in ("_mixture_sums", "_slab_gradient"):
             monkeypatch.setattr(divergence_passes, name, None)
-    if implementation == "rows":  # several blocks of tokens, and several chunks in each
+    if implementation in ("rows", "row kernel"):  # several blocks of tokens
         monkeypatch.setattr(divergence_rows, "tokens_per_block", lambda *_: 16)
+    if implementation == "row kernel":
+        monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
+        monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
+    if implementation == "rows":  # and several chunks in each
         chunks = divergence_rows.chunks
         monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
     if implementation == "slabs":
         monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    yield CCEConfig("triton" if implementation == "triton" else "portable")
+    by_kernels = implementation in ("triton", "row kernel")
+    yield CCEConfig("triton" if by_kernels else "portable", "1GiB" if implementation == "row kernel" else "auto")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
