@@ -157,8 +157,8 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         owner.expects_entropy = same
     if found is None:
         of_parts = same and ids is None and cached.parts is not None
-        if of_parts:
-            ids, wanted["logsumexp"] = cached.labels, True
+        if of_parts:  # its labels are not those of ``gathered``
+            ids, gathered, wanted["logsumexp"] = cached.labels, None, True
         elif gathered is not None:
             ids = gathered.labels
         if owner is not None and eager and torch.is_grad_enabled() and not wanted.get("entropy"):
@@ -169,7 +169,7 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if torch.is_grad_enabled() and eager:
             r.call.last_pass = Pass(key, found, labels, ids is not None, *(cached[4:] if of_parts else ()))
-        if same and cached.found.logsumexp is not None and found.logsumexp is not None:
+        if same and cached.found.logsumexp is not None and getattr(found.logsumexp, "requires_grad", False):
             share_gradient(cached.found.logsumexp, found.logsumexp, id(found))
         if gathered is not None:
             _share_with(found, gathered)

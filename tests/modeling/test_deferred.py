@@ -242,6 +242,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "entropy by logsumexp under no_grad": lambda x: torch.no_grad()(
         lambda: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1)
     )(),
+    "log-probabilities and then, under no_grad, others": lambda x: x.log_softmax(-1).gather(-1, cut(x, INDEX)[..., None])
+    + torch.no_grad()(lambda: x.log_softmax(-1).gather(-1, V - 1 - cut(x, INDEX)[..., None]))(),
+    "logsumexp and then, detached, a sum": lambda x: x.logsumexp(-1) + x.detach().log_softmax(-1).sum(-1),
     "mean": lambda x: x.mean(),
     "mean of a part": lambda x: x[1:, :-1].mean(),
     "mean by function": lambda x: torch.mean(x, -1).square(),
@@ -374,6 +377,9 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
     "entropy": (lambda z: rows(minus_entropy, z), 1),
     "log-probabilities and entropy": (
         lambda z: rows(lambda row, ids: log_prob(row, ids)[:, 0] + minus_entropy(row, ids), z), 2,
+    ),
+    "log-probabilities, the largest logits and the entropy": (
+        lambda z: [*rows(log_prob, z), z.max(-1).values, verl_entropy(z)], 2,
     ),
     "two splits": (
         lambda z: [
