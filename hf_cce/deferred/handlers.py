@@ -87,6 +87,15 @@ HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 
 
+def _new(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ``x.new_zeros(…)`` and the like, which need only the dtype and device of ``x``."""
+    return getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(*args, **kwargs)
+
+
+for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
+    HANDLERS[_name] = functools.partial(_new, _name)
+
+
 @implements("contiguous")
 def _contiguous(x: Any) -> Any:
     """Return ``x`` itself or, where torch would copy, a view: after a write to either, reading the other raises."""

@@ -245,6 +245,7 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities and then, under no_grad, others": lambda x: x.log_softmax(-1).gather(-1, cut(x, INDEX)[..., None])
     + torch.no_grad()(lambda: x.log_softmax(-1).gather(-1, V - 1 - cut(x, INDEX)[..., None]))(),
     "logsumexp and then, detached, a sum": lambda x: x.logsumexp(-1) + x.detach().log_softmax(-1).sum(-1),
+    "mean and new tensors": lambda x: x.mean() + x.new_tensor(2.0) + x.new_full(size=(3,), fill_value=1) * x.new_ones(()),
     "mean": lambda x: x.mean(),
     "mean of a part": lambda x: x[1:, :-1].mean(),
     "mean by function": lambda x: torch.mean(x, -1).square(),
