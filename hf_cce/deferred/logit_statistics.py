@@ -94,8 +94,8 @@ def _ancestor(r: Recipe, identity: tuple[Any, ...]) -> tuple[Recipe, list[Any]] 
     while not _is_same(_identity(r), identity):
         if r.part_of is None:
             return None
-        r, op = r.part_of
-        ops = [op, *ops]
+        whole, op = r.part_of
+        r, ops = whole.replace(ops=r.ops), [op, *ops]  # such as a temperature, applied to this part only
     return r, ops
 
 

@@ -222,6 +222,12 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "probabilities": lambda x: x.softmax(-1).gather(-1, cut(x, INDEX).unsqueeze(-1)).square(),
     "probabilities of several ids": lambda x: (x / 0.7).softmax(-1).gather(-1, several(cut(x, INDEX))).square(),
     "two parts": lambda x: x[:, :-1].logsumexp(-1) - x[:, 1:].logsumexp(-1),
+    "logits of entries and a part, scaled": lambda x: (
+        x.gather(-1, cut(x, INDEX)[..., None])[:, 1:, 0] - (x[:, 1:] / 1.3).logsumexp(-1)
+    ),
+    "logits of scaled entries and a part, scaled": lambda x: (
+        (x / 1.3).gather(-1, cut(x, INDEX)[..., None])[:, 1:, 0] - (x[:, 1:] / 1.3).logsumexp(-1)
+    ),
     "logits of entries": lambda x: x.gather(-1, several(cut(x, INDEX))).square(),
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
