@@ -17,8 +17,11 @@ from torch.nn.modules import module as _module
 from hf_cce.quantized import FrozenWeight
 
 # Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
-# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn), so a lazy input is safe there.
-_TRANSPARENT = ("peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear")
+# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn), so a lazy input is safe there. Or they
+# compute the weight, as weight_norm does.
+_TRANSPARENT = (
+    "peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear", "torch.nn.utils.parametriz",
+)  # fmt: skip
 # DeepSpeed ZeRO-3 replaces F.linear, permanently and in the whole process, by a function that only takes tensors.
 LINEAR = torch._C._nn.linear
 _TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"

@@ -7,12 +7,11 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hf_cce
 from hf_cce.cli import demo, estimate
-from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, size, table
+from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, file, size, table
 
 SHOWN_ROWS = 5
 MEANING = {
@@ -213,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
         )
         add_options(subparser)
         subparser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write all numbers as JSON (-: standard output)"
+            "--json", type=file, metavar="FILE", help="write all numbers as JSON (-: standard output)"
         )
         subparser.set_defaults(run=run)
     return root

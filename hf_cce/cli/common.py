@@ -34,6 +34,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def file(text: str) -> Path:
+    """Parse the path of a file to write; a folder is refused before the command works for minutes."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
+    return Path(text)
+
+
 def add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, str]) -> None:
     """Add options for whole numbers; ``defaults`` maps each name to the default as the help shows it."""
     meanings = {

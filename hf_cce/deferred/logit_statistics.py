@@ -169,8 +169,9 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
         if torch.is_grad_enabled() and eager:
             r.call.last_pass = Pass(key, found, labels, ids is not None, *(cached[4:] if of_parts else ()))
-        if same and cached.found.logsumexp is not None and getattr(found.logsumexp, "requires_grad", False):
-            share_gradient(cached.found.logsumexp, found.logsumexp, id(found))
+        earlier, lse = cached.found.logsumexp if same else None, found.logsumexp
+        if earlier is not None and lse is not None and lse.requires_grad:
+            share_gradient(earlier, lse, id(found))
         if gathered is not None:
             _share_with(found, gathered)
     found = LogProbs(*(x if x is None else graph_boundary(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
@@ -237,14 +238,7 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     """
     r.call.gathered, before = gathered, r.call.last_pass
     same = before is not None and _is_same(before.identity, gathered.identity)
-    if not same or before.has_labels or before.found.logsumexp is None:
-        return
-    if prefers_full_logits(r.hidden_states, r.weight, r.call.config):  # autograd has copied the labels
-        r.call.last_pass = None
-        _pass_over_head(r, None, {"logsumexp": True}, gathered)
-        found = r.call.last_pass.found
-        share_gradient(before.found.logsumexp, found.logsumexp, id(found))
-    else:
+    if same and not before.has_labels and before.found.logsumexp is not None:
         before.labels.data.copy_(gathered.labels)
         r.call.last_pass = before._replace(has_labels=True)
         _share_with(before.found, gathered)

@@ -80,6 +80,11 @@ def test_output_folder_that_cannot_be_created(tmp_path: Path) -> None:
     assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(tmp_path / "file") in done.stderr
 
 
+def test_folder_instead_of_an_output_file(tmp_path: Path) -> None:
+    done = hf_cce("models", "--json", str(tmp_path))
+    assert done.exit_code == 2 and f"argument --json: expected a file, got the folder '{tmp_path}'" in done.stderr
+
+
 def test_size_units() -> None:
     assert size("256MiB") == size("268435456") == size(" 0.25 gib ") == 256 << 20 and size("1GB") == 10**9
     for wrong in ("256 apples", "MiB", "-1"):

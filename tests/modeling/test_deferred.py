@@ -388,6 +388,11 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
     "log-probabilities, the largest logits and the entropy": (
         lambda z: [*rows(log_prob, z), z.max(-1).values, verl_entropy(z)], 2,
     ),
+    "log-probabilities and entropy, then the largest logits": (
+        lambda z: [
+            *rows(lambda row, ids: log_prob(row, ids)[:, 0] + minus_entropy(row, ids), z), z.max(-1).values,
+        ], 2,
+    ),
     "two splits": (
         lambda z: [
             log_prob(z.flatten(0, 1).chunk(2)[0], INDEX.flatten()[: 2 * S]),

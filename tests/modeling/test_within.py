@@ -22,6 +22,7 @@ from models import (
     twins,
 )
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -153,6 +154,16 @@ def test_custom_forward(kind: Any) -> None:
             assert_same_training(patched, plain, batch())
             assert stats(patched).missed == stats(patched).materialized == 0 and stats(patched).fused == steps * losses
     assert set(vars(patched.lm_head)) == before and messages == []
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_head(norm: Any) -> None:
+    plain = tiny_llama()
+    norm(plain.lm_head)
+    patched = apply_cce(copy.deepcopy(plain))
+    for _ in range(2):
+        assert_same_training(patched, plain, batch())
+    assert stats(patched).materialized == 0 and stats(patched).fused == 2
 
 
 def test_head_without_gradients_beside_a_deferred_one() -> None:
