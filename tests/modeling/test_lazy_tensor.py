@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -16,6 +17,7 @@ from models import batch, cce_warnings, logits_made, loss_and_grads, stats, tiny
 from numerics import assert_accurate, assert_all_accurate
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_cce import apply_cce
@@ -51,6 +53,22 @@ def on_head(hook: Callable[..., Any], kind: str = "register_forward_hook") -> Pr
         return model
 
     return prepare
+
+
+def in_place_of_forward(forward_of: Callable[[Any, Any], Any]) -> Prepared:
+    def prepare(model: Any) -> Any:
+        model.lm_head.forward = functools.partial(forward_of, model.lm_head.forward)
+        return model
+
+    return prepare
+
+
+def clamped(x: Any) -> Any:
+    return x.clamp(-1, 1) if isinstance(x, Tensor) else x
+
+
+def halved(x: Any) -> Any:
+    return x / 2 if isinstance(x, Tensor) else x
 
 
 def hook_that_writes(write: Callable[[Tensor], Any]) -> Prepared:
@@ -283,6 +301,13 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "hook on the head by a function": (on_head(lambda m, i, x: Identity.apply(x)), output_loss, False),
     "hook on the head that asks for the type": (
         on_head(lambda m, i, x: x / 2 if isinstance(x, Tensor) else None), output_loss, False,
+    ),
+    "hook on the head that clamps": (on_head(lambda m, i, x: clamped(x)), output_loss, True),
+    "hook on the head by a tree map": (on_head(lambda m, i, x: tree_map_only(Tensor, clamped, x)), output_loss, True),
+    "forward that clamps": (in_place_of_forward(lambda forward, x: clamped(forward(x))), output_loss, True),
+    "forward that halves its input": (in_place_of_forward(lambda forward, x: forward(halved(x))), output_loss, True),
+    "forward in a reentrant checkpoint": (
+        in_place_of_forward(lambda forward, x: checkpoint(forward, x, use_reentrant=True)), output_loss, True,
     ),
     "hook on the head by a function that reverses": (on_head(lambda m, i, x: Reverse.apply(x)), output_loss, True),
     "backward hook on the head": (on_head(lambda m, i, o: None, "register_full_backward_hook"), output_loss, False),
