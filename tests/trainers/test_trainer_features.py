@@ -227,10 +227,18 @@ def from_logits(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> An
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
+def of_the_largest(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs["logits"][:, :-1].max(-1).values.sum() / num_items_in_batch
+
+
+@pytest.mark.usefixtures("small_scratch")
 @pytest.mark.parametrize(
     "options",
-    [{"label_smoothing_factor": 0.1}, {"compute_loss_func": from_logits}, {"compute_loss_func": custom_loss}],
-    ids=["label smoothing", "cross entropy", "another loss"],
+    [
+        {"label_smoothing_factor": 0.1},
+        *({"compute_loss_func": loss} for loss in (from_logits, of_the_largest, custom_loss)),
+    ],
+    ids=["label smoothing", "cross entropy", "largest logits", "another loss"],
 )
 @pytest.mark.parametrize("how", ["apply_cce", "callback"])
 def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -247,19 +255,6 @@ def test_trainer_losses_on_logits(how: str, options: dict[str, Any], tmp_path: P
     assert_same_run(patched, plain, 3)
     counted = stats(patched.model)
     assert (counted.calls, counted.fused, counted.materialized) == ((6, 0, 6) if unknown else (6, 6, 0))
-
-
-def test_loss_of_the_largest_logits_is_fused(tmp_path: Path) -> None:
-    def largest(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        return outputs["logits"][:, :-1].max(-1).values.sum() / num_items_in_batch
-
-    plain, patched = (
-        build(tmp_path, compute_loss_func=largest),
-        build(tmp_path, CCECallback(), compute_loss_func=largest),
-    )
-    assert run(plain) == run(patched) == []
-    assert_same_run(patched, plain, 3)
-    assert stats(patched.model).fused == stats(patched.model).calls == 6
 
 
 @pytest.mark.parametrize(("ignored", "steps"), [([5], 3), ([2, 5, 9], 3), (range(0, 12, 2), 6)])
