@@ -396,21 +396,6 @@ def test_adalora_penalty() -> None:
     assert float(patched(**inputs).loss.detach() - without(**inputs).loss.detach()) > 0.1
 
 
-def test_adalora_rank_allocation() -> None:
-    """Ranks are pruned by sensitivities computed from the gradients: the same ranks remain."""
-    plain, patched = pair("adalora", deltaT=1)
-    for model in (plain, patched):
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        for step in range(9):
-            model(**batch(rows=4, seed=step)).loss.backward()
-            optimizer.step()
-            model.base_model.update_and_allocate(step)
-            optimizer.zero_grad()
-    patterns = [model.peft_config["default"].rank_pattern for model in (plain, patched)]
-    assert patterns[0] == patterns[1] and sum(map(sum, patterns[0].values())) == 4  # two matrices of target rank 2
-    assert_fused(patched, calls=9)
-
-
 @EACH_TUNER
 def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
     plain, patched = (model.eval() for model in pair(tuner))
