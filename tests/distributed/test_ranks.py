@@ -35,7 +35,6 @@ REASON = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Start two processes once for all engines."""
     return run_on_ranks("ranks.py", tmp_path_factory.mktemp("ranks") / "ranks.json")
 
 
@@ -79,7 +78,6 @@ def test_loss_is_fused_or_warns(engine: str, results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any]) -> None:
-    """Check logits read after the call, the parameters the call leaves, and the gradients of a loss computed on the logits."""
     result = results[engine]
     assert result["same logits"] or engine == "fsdp2_adapted_head"  # a fused product of two: equal up to rounding
     if not engine.startswith("tensor_parallel"):

@@ -29,7 +29,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def marked(cases: list[Any]) -> list[Any]:
-    """Mark the "cuda" cases as tests for two GPUs."""
     marks = [pytest.mark.gpu, two_gpus]
     return [
         pytest.param(*case, marks=marks if case[0] == "cuda" else [], id=" ".join(map(str, case))) for case in cases
@@ -38,7 +37,6 @@ def marked(cases: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the results of two processes for a device and a dtype; each pair is started once."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
 
     def get(device: str, dtype: str) -> dict[str, Any]:

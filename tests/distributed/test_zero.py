@@ -17,7 +17,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Start two processes once for all cases; with NCCL if there are two GPUs."""
     arguments = () if request.param == "cpu" else ("cuda",)
     found = run_on_ranks("zero.py", tmp_path_factory.mktemp("zero") / "zero.json", *arguments, device=request.param)
     assert sorted(found) == sorted(CASES)

@@ -183,7 +183,6 @@ def test_paths_in_deferred_logits_page_exist() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in OTHERS)], ids=page_id)
 def test_links_resolve(page: Path) -> None:
-    """Every relative link points to an existing file and, if it has an anchor, to an existing heading."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         if target.startswith(("https://", "http://")):
             continue

@@ -20,7 +20,6 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def complaints(source: str) -> Iterator[str]:
-    """Yield each use in ``source`` that unpickles, executes text or opens a connection."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):

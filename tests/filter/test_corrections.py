@@ -127,7 +127,6 @@ def test_non_finite_values_do_not_affect_the_next_step(where: str) -> None:
 def gradients(
     tau: float, corrected: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], dict[str, float]]:
-    """Return the hidden and weight gradient errors of one filtered step, and the state's statistics."""
     from hf_cce.kernels.filter import run as filter_run
 
     real = filter_run.plan_workspace

@@ -64,7 +64,6 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState |
     ids=["float32", "bfloat16", "auto"],
 )
 def test_every_step_equals_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:
-    """Gradients, dropped tiles, measured errors and the resulting threshold are equal."""
     compiled, counter = compile(loss_of)
     config = CCEConfig("triton", gradient_filter=gradient_filter)
     eager_state, compiled_state = FilterState(), FilterState()
@@ -114,7 +113,6 @@ def test_the_budget_equals_that_of_eager_code(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_float16_gradients_are_scaled_before_they_underflow() -> None:
-    """Gradients computed before scaling would underflow in float16."""
     hidden, weight, labels = problem(torch.float16)
     found = {}
     for name, dtype in (("exact", torch.float64), ("eager", torch.float16), ("compiled", torch.float16)):

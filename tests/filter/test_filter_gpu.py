@@ -141,7 +141,6 @@ def test_compiled_steps_equal_eager_code(mode: str | None, filtered: Counter[str
 
 @pytest.mark.parametrize("strategy", ["filtered", "exp_cache", "token_groups", "exact", "one_block"])
 def test_a_cuda_graph_replays_a_step(strategy: str, forced: Counter[str]) -> None:
-    """Capture and replay a whole step: gradients equal an eager call's, also after the inputs change."""
     hidden, weight, labels = trained_like_inputs(2048, 512, 16384, torch.bfloat16, "cuda")
     leaves, state, config = leaves_of(hidden, weight), FilterState(), make_config(strategy)
     side = torch.cuda.Stream()

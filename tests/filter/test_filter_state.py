@@ -35,7 +35,6 @@ cpu_only = pytest.mark.skipif(CUDA, reason="Triton's interpreter is off in a pro
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Filter losses of any size in the interpreter; return the count of each strategy."""
     if CUDA:
         pytest.skip(cpu_only.kwargs["reason"])
     return force_strategy(monkeypatch, "filtered")
@@ -49,7 +48,6 @@ def step(
     v: int = 40,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Run one small training step with that state; return the weight's gradient."""
     gradient = fused_step(*make_inputs(n, d, v, dtype), gradient_filter, state=state)[2]
     assert gradient is not None
     return gradient

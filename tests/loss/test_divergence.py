@@ -357,7 +357,6 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("form", ["head", "lump"])
 @pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
 def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> None:
-    """Peak memory stays within the budget and never holds the logits."""
     x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
     config = CCEConfig(memory_budget=4 * MIB)
     leaves = x.student(torch.float32)

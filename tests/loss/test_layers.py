@@ -75,7 +75,6 @@ def test_imports_follow_the_layers(path: Path) -> None:
 
 
 def test_no_import_cycles() -> None:
-    """There are no import cycles between modules or between layers."""
     names = {name_of(path).removesuffix(".__init__"): path for path in MODULES}
     modules = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
     layer_graph = {name: allowed - {"__main__"} for name, allowed in MAY_IMPORT.items()}  # in one row with cli

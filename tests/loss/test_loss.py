@@ -161,7 +161,6 @@ def test_all_ignored_and_empty_give_zero(reduction: str, implementation: str, de
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_second_backward_gives_the_same_gradients(reduction: str, scale: float) -> None:
-    """There is no second derivative."""
     inputs, labels = make_inputs(50, 16, 99, torch.float64)
     hidden, weight = (x.requires_grad_() for x in inputs[:2])
     options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1}

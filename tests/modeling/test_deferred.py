@@ -487,7 +487,6 @@ def written(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def doubled(x: Any) -> Any:
-    """Double the gradient of ``x`` by a hook."""
     x.register_hook(lambda grad: 2 * grad)
     return x
 
@@ -840,7 +839,6 @@ def test_head_input_acts_as_hidden_states_elsewhere() -> None:
 
 
 def test_argmax_in_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processing a few rows at a time finds the same entries, also if the logits exceed the budget."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)
     logits = lazy_logits(hidden, weight, call=TrainingCall(CCEConfig(memory_budget=1 << 20), labels=False))

@@ -272,7 +272,6 @@ def softcapped(model: Any) -> Any:
 
 
 def biased(model: Any) -> Any:
-    """Add a bias after the head, frozen as in BART."""
     model.bias = nn.Parameter(torch.linspace(-1, 1, 99), requires_grad=False)
     model.lm_head.register_forward_hook(lambda module, args, x: x + model.bias)
     return model
@@ -417,8 +416,6 @@ def test_lazy_logits_match_real_logits(name: str) -> None:
 
 
 def rank_of(values: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Count the entries that are larger than a gathered one, and those that are not smaller."""
-
     def ranks(logits: Any) -> Any:
         at = values(logits).gather(-1, batch()["labels"].clamp(min=0)[..., None])
         return (values(logits) > at).sum(-1), (values(logits) >= at).sum(-1)
@@ -459,7 +456,6 @@ INDEX = torch.full((*batch()["labels"].shape, 1), 7)
 @pytest.mark.parametrize("prepare", [unchanged, softcapped], ids=["logits", "softcap"])
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_single_logits_equal_full_logits(name: str, prepare: Prepared, training: bool) -> None:
-    """Counts by comparisons of single logits with full ones are those of real logits."""
     found = []
     for model in twins():
         with torch.set_grad_enabled(training):

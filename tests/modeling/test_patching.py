@@ -119,7 +119,6 @@ def test_second_call_changes_only_options() -> None:
 
 
 def test_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models with different options do not affect each other."""
     seen, real = [], handlers.linear_cross_entropy
     monkeypatch.setattr(handlers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
     first, second = apply_cce(tiny_llama(), memory_budget=2 * MIB), apply_cce(tiny_llama(), memory_budget=3 * MIB)

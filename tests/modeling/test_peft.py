@@ -415,7 +415,6 @@ def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
 
 @EACH_TUNER
 def test_unpatched_models_are_unaffected(tuner: str) -> None:
-    """Covers an unpatched model next to a patched one, and a model whose patch was removed."""
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
     before = module_state(model)
     apply_cce(model)

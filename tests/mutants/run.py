@@ -54,7 +54,6 @@ def copy_repository(to: Path) -> None:
 
 
 def run_tests(copy: Path, tests: str) -> int:
-    """Run pytest on the copy in this (forked) process and return its exit code."""
     import pytest
 
     os.chdir(copy)

@@ -39,7 +39,6 @@ model of the class:
 
 
 def rows() -> dict[str, str]:
-    """Return the line of each class of the installed Transformers."""
     types = defaultdict(list)
     for model_type, cls in sorted(class_names().items()):
         types[cls].append(f"`{model_type}`")

@@ -77,7 +77,6 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", n: int = 40
 
 
 def token_divergences(log_ps: Tensor, log_pt: Tensor, case: Case) -> Tensor:
-    """Return the divergence of each token from log-probabilities."""
     if case.kind == "forward_kl":
         return F.kl_div(log_ps, log_pt, reduction="none", log_target=True).sum(-1)
     if case.kind == "reverse_kl":

@@ -61,13 +61,11 @@ def dtype_for(strategy: str) -> torch.dtype:
 
 
 def forward_counter(strategy: str) -> str:
-    """Return the name under which ``count_strategies`` counts the forward of a strategy."""
     own = {"partial_exp_cache": "exp_cache", "exp_products": "exp_cache"}
     return own.get(strategy, strategy)
 
 
 def backward_counter(strategy: str) -> str:
-    """Return the name under which ``count_strategies`` counts the backward of a strategy."""
     own = {"one_block": "one_block", "filtered": "filtered", "token_groups": "precomputed"}
     return f"{own.get(forward_counter(strategy), 'recomputed')} gradients"
 
@@ -102,7 +100,6 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
 
 
 def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count how often each strategy runs from now on."""
     counts: Counter[str] = Counter()
 
     def counting(function: Any, name: str) -> Any:
@@ -143,7 +140,6 @@ def config_for(strategy: str, **options: Any) -> CCEConfig:
 def check_strategy(
     strategy: str, inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype, what: str = ""
 ) -> None:
-    """Check the loss of this strategy, which must be forced, against full logits."""
     loss = fused_loss(config_for(strategy))
     check_against_plain(loss, inputs, labels, options, dtype, f"{what} {options}, {strategy}")
 

@@ -127,7 +127,6 @@ def fused_step(
 def plain_step(
     inputs: Inputs, labels: Tensor, options: Options = PLAIN, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, hidden gradient, weight gradient) of full logits."""
     hidden, weight = (x.detach().to(dtype, copy=True).requires_grad_() for x in inputs[:2])
     loss = plain_loss(hidden, weight, None if inputs[2] is None else inputs[2].to(dtype), labels, options)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))

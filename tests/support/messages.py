@@ -66,7 +66,6 @@ def shown(tree: ast.Module, names: Names) -> Iterator[tuple[ast.AST | None, Name
 
 
 def messages() -> dict[str, str]:
-    """Return each message of hf_cce with its location."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "hf_cce").rglob("*.py")):
         tree, assigned = ast.parse(path.read_text("utf-8")), dict[str, list[ast.AST]]()

@@ -37,7 +37,6 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self, **options: Any) -> Any:
-        """Return the model in fp32 training mode, built from a fixed seed."""
         cls = getattr(transformers, self.model)
         config = tiny_config(cls.config_class, {**_SMALLER, **self.options, **options})
         torch.manual_seed(0)
@@ -82,7 +81,6 @@ def tiny_llama(**options: Any) -> Any:
 
 
 def twins(family: str = "llama", **options: Any) -> tuple[Any, Any]:
-    """Return a model and a patched copy of it."""
     plain = FAMILIES[family].build(**options)
     return plain, apply_cce(copy.deepcopy(plain))
 
@@ -136,7 +134,6 @@ def model_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: LossOf = model_loss) -> dict[str, Tensor]:
-    """Return the loss and the gradient of every parameter that has one, by name."""
     model.zero_grad(set_to_none=True)
     if double:
         usual = torch.get_default_dtype()
@@ -274,14 +271,12 @@ def with_open_gates(model: Any) -> Any:
 
 
 def stats(model: Any) -> Any:
-    """Return the counters of a patched model, bare or wrapped."""
     patch = patch_of(causal_lm(model))
     assert patch is not None
     return patch.stats
 
 
 def assert_fused(model: Any, calls: int | None = None) -> None:
-    """Check that every training call so far was fused."""
     counters = stats(model)
     assert counters.fused > 0 and counters.materialized == counters.missed == 0
     assert calls is None or counters.calls == calls

@@ -34,7 +34,6 @@ def rank_environment(device: str = "cpu") -> dict[str, str]:
 
 
 def run_on_ranks(script: str, path: Path, *arguments: str, ranks: int = 2, device: str = "cpu") -> dict[str, Any]:
-    """Return what the processes of ``script`` wrote to ``path``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = run([*command, f"tests/support/{script}", str(path), *arguments], rank_environment(device))
     assert done.returncode == 0, done.stderr[-3000:]

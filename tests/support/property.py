@@ -215,7 +215,6 @@ def check_among_thousands(case: Case, device: str, implementation: str) -> None:
 
 
 def run(seeds: range, implementation: str) -> list[dict[str, Any]]:
-    """Return the failing cases with their errors."""
     device, failures = "cuda" if torch.cuda.is_available() else "cpu", []
     for seed in seeds:
         case = make_case(seed, device == "cuda")

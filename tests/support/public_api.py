@@ -14,7 +14,6 @@ STORED = Path(__file__).with_suffix(".json")
 
 
 def current() -> dict[str, str | list[str]]:
-    """Return the current API: callables with their signatures, results with fields, commands with options."""
     import hf_cce
     from hf_cce.cli.app import parser
     from hf_cce.deferred.training_call import Stats

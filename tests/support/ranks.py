@@ -258,7 +258,6 @@ OPTIONS: dict[str, Any] = {}  # for apply_cce
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
-    """Return the whole gradient of every parameter that has one, by name."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 

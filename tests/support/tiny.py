@@ -117,7 +117,6 @@ def config(name: str) -> Any:
 
 
 def build(name: str) -> Any:
-    """Return the tiny model of a class in fp32 and training mode, from a fixed seed."""
     settings = config(name)
     torch.manual_seed(0)
     model = randomise(getattr(transformers, name)(settings))
@@ -153,7 +152,6 @@ def text(name: str, **options: Any) -> dict[str, Any]:
 
 
 def pictures(name: str) -> dict[str, Any]:
-    """Return a batch with an image before the text of each row."""
     tokens, arguments = PICTURES[name]
     inputs = {**text(name, ignored=False), **arguments}
     inputs["input_ids"][:, :tokens] = _image_token_id(name)
@@ -167,7 +165,6 @@ def _image_token_id(name: str) -> int:
 
 
 def generate(model: Any, name: str) -> torch.Tensor:
-    """Generate four tokens greedily from the first six of the batch."""
     inputs = {key: value for key, value in text(name, ignored=False).items() if key != "labels"}
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.shape[1] == LENGTH:
@@ -178,7 +175,6 @@ def generate(model: Any, name: str) -> torch.Tensor:
 
 
 def generates(name: str) -> bool:
-    """Return True if the unpatched class can generate with its tiny configuration."""
     try:
         generate(build(name).eval(), name)
     except Exception:  # an older Transformers has its own bugs

@@ -56,7 +56,6 @@ def table() -> dict[str, str]:
 
 
 def message(line: str) -> str:
-    """Return the current message of a call or command from the page, on one line."""
     found = message_of_command(line) if line.startswith("hf-cce") else message_of_call(line)
     return " ".join(without_versions(found).split())
 

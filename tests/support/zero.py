@@ -104,7 +104,6 @@ def items_in(batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 def reference(case: str, world: int) -> list[dict[str, Tensor]]:
-    """Return losses and gradients of each step in one process in float64."""
     family, prepare, options = CASES[case]
     model, found = float64_copy(prepare(FAMILIES[family].build())).to(DEVICE), []
     model.gradient_checkpointing_disable()

@@ -41,7 +41,6 @@ def build(tmp_path: Path, *callbacks: Any, model: Any = None, trainer: type[Trai
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """Return the log entry of every step."""
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -50,7 +49,6 @@ def history(trainer: Any) -> list[float]:
 
 
 def run(trainer: Any) -> list[str]:
-    """Train and return hf_cce's warnings."""
     with cce_warnings() as messages:
         trainer.train()
     return messages

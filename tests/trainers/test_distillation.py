@@ -33,7 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-    """Return a trainer whose teacher has a larger hidden size than the student."""
     args = trl.DistillationConfig(**common(folder, max_completion_length=6, **options))
     return trl.DistillationTrainer(
         model=model, teacher_model=tiny_llama(hidden_size=96), args=args, train_dataset=prompts(), callbacks=callbacks,

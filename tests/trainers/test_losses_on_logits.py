@@ -45,7 +45,6 @@ def dft(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def channels(outputs: Any, labels: Tensor) -> Tensor:
-    """Compute a loss per row, averaged per channel."""
     loss, valid = token_losses(outputs, labels), torch.roll(labels, -1, -1).view(-1) != -100
     rows = [slice(i * labels.shape[1], (i + 1) * labels.shape[1]) for i in range(len(labels))]
     return torch.stack([loss[row][valid[row]].mean() * (i + 1) for i, row in enumerate(rows)]).sum()
@@ -77,7 +76,6 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def by_caller(loss_of: Any) -> Any:
-    """Return a function that computes the loss from the logits of a call without labels."""
     return lambda model, inputs: loss_of(model(**{k: v for k, v in inputs.items() if k != "labels"}), inputs["labels"])
 
 

@@ -133,7 +133,6 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 
 
 def run(trainer: Any) -> tuple[list[dict[str, float]], list[str]]:
-    """Return the log of every step, and hf_cce's warnings."""
     with cce_warnings() as messages:
         trainer.train()
     timing = ("time", "per_second", "runtime", "flos", "cce/", "epoch")

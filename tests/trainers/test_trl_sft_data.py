@@ -37,8 +37,6 @@ def completions() -> dict[str, list[Any]]:
 
 
 def talks() -> dict[str, list[Any]]:
-    """Return conversations of two turns each."""
-
     def message(i: int, turn: int) -> dict[str, str]:
         return {"role": ("user", "assistant")[turn % 2], "content": text(10 * i + turn, 3 + (i + turn) % 5)}
 

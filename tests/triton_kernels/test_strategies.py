@@ -129,7 +129,6 @@ def test_every_entry_of_the_vocabulary_as_a_label(strategy: str, forced: Counter
 
 
 def scaled_gradients(strategy: str, inputs: tuple[Tensor, ...], labels: Tensor, factor: float = 1.0) -> list[Tensor]:
-    """Return the gradients of hidden states and weight for ``factor`` times the loss."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     loss = linear_cross_entropy(*leaves, labels, config=config_for(strategy), filter_state=FilterState())
     return list(torch.autograd.grad(factor * loss, leaves))
