@@ -1,8 +1,9 @@
-"""Trainer features with a patched model: resuming, saving, evaluating and other losses give the same results as without it."""
+"""Resuming, saving, evaluating, exporting and other losses with a patched model give the same results as without the patch."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import assert_fused, batch, logits_made, stats, tiny_llama
+from models import assert_fused, batch, logits_made, loss_and_grads, stats, tiny_llama
 from numerics import assert_accurate
 from safetensors.torch import load_file
 from test_callback import build, custom_loss, history, rows, run
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hf_cce import CCECallback, apply_cce
@@ -296,3 +297,48 @@ def test_load_best_model_at_end(tmp_path: Path) -> None:
         losses.append(loss.detach())
     assert_same(*losses, "one call more")
     assert_fused(patched.model, calls=7)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def train_and_merge(patch: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+    model = patch(peft.get_peft_model(tiny_llama(), config))
+    loss_and_grads(model, batch())
+    torch.optim.SGD(model.parameters(), 0.3).step()
+    return model.merge_and_unload()
+
+
+@pytest.mark.slow
+def test_merge_save_and_export(tmp_path: Path) -> None:
+    merged = {"ours": train_and_merge(apply_cce), "plain": train_and_merge(lambda model: model)}
+    for name, model in merged.items():
+        assert (patch_of(model) is not None) is (name == "ours")
+        model.save_pretrained(tmp_path / name)
+    files = {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in merged}
+    assert files["ours"] == files["plain"]
+    configs = [(tmp_path / name / "config.json").read_text("utf-8") for name in merged]
+    assert configs[0] == configs[1]
+    ours, plain = (load_file(tmp_path / name / "model.safetensors") for name in merged)
+    assert_same(ours, plain, "merged")
+
+    served = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval() for _ in range(2)]
+    apply_cce(served[0])
+    ids = batch(rows=2)["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(*(model.generate(ids, **options) for model in served))
+    exported = [torch.export.export(Logits(model), (ids,)).module()(ids) for model in served]
+    assert torch.equal(*exported)
+    if importlib.util.find_spec("onnxscript") is not None:
+        programs = [torch.onnx.export(Logits(model), (ids,), dynamo=True).model.graph for model in served]
+        assert [node.op_type for node in programs[0]] == [node.op_type for node in programs[1]]
+        assert programs[0].initializers.keys() == programs[1].initializers.keys()
