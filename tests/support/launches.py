@@ -28,20 +28,11 @@ Step = Callable[[], None]
 Launch = Callable[[Any, dict[str, Any], Callable[[], Any]], None]
 
 
-class Driver:
-    """Replacement for Triton's GPU driver."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+def replace_driver(arch: int) -> None:
+    """Replace Triton's GPU driver."""
+    target = GPUTarget("cuda", arch, 32)
+    questions = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
+    driver.set_active(SimpleNamespace(**{name: lambda *_, of=answer: of for name, answer in questions.items()}))
 
 
 def pretend(arch: int, launch: Launch) -> None:
@@ -49,7 +40,7 @@ def pretend(arch: int, launch: Launch) -> None:
 
     ``launch(function, arguments, compile)`` replaces each launch; ``compile()`` returns Triton's compiled kernel.
     """
-    driver.set_active(Driver(arch))
+    replace_driver(arch)
     torch.cuda.get_device_capability = lambda *_: divmod(arch, 10)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
     launch_config.is_hopper_validated = lambda: True

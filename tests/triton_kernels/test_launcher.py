@@ -12,13 +12,12 @@ from tests.support.command import python
 SAME_AS_TRITON = """
 import itertools
 import torch
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_cce.kernels import launcher
-from tests.support.launches import Driver
+from tests.support.launches import replace_driver
 from tests.triton_kernels.test_launcher import do_nothing
 
-driver.set_active(Driver(90))
+replace_driver(90)
 numbers = (1, 0, 3, 16, 2**31, 2**31 + 16, 1.0, None)
 single, half = torch.empty(64, device="meta"), torch.empty(64, dtype=torch.float16, device="meta")
 matrix = torch.empty(64, 64, device="meta")
