@@ -8,9 +8,10 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 # With several test processes on few cores, one thread per process is faster than oversubscribing the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -24,6 +25,13 @@ if not torch.cuda.is_available():
 
 import interpreter
 import pytest
+
+
+class Call(NamedTuple):
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Any
+
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "deepspeed")
 
@@ -74,6 +82,24 @@ def fresh_dynamo() -> None:
     """Forget what earlier tests compiled, so that a test's graphs do not depend on them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Call]]:
+    """Return a function that lists the calls of a function of a module or class from now on; it is called as before."""
+
+    def watch(owner: Any, name: str) -> list[Call]:
+        calls: list[Call] = []
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            calls.append(Call(args, options, real(*args, **options)))
+            return calls[-1].result
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return watch
 
 
 @pytest.fixture

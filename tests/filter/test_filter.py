@@ -153,13 +153,12 @@ def test_dropped_tiles_keep_their_mass() -> None:
 
 @in_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
-def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_by_tile(softcap: float | None, spy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With identity hidden states, the weight's gradient is the logits' gradient, so each tile can be checked."""
     from hf_cce.kernels.filter import run as filter_run
     from hf_cce.kernels.filter import select
 
-    energies, tile_energies = [], select._tile_energies
-    monkeypatch.setattr(select, "_tile_energies", lambda *a: energies.append(tile_energies(*a)) or energies[0])
+    energies = spy(select, "_tile_energies")
     # Disable the correction of hf_cce.kernels.filter.corrections: it does not belong to a single tile.
     real = filter_run.plan_workspace
     monkeypatch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=False))
@@ -177,7 +176,7 @@ def test_tile_by_tile(softcap: float | None, monkeypatch: pytest.MonkeyPatch) ->
     order, rank = (x.long() for x in (state._vocabulary[1].vocab_perm, state._vocabulary[1].inv_vocab_perm))
     rows = torch.where(labels >= 0, rank[labels.clamp_min(0)], v).argsort(stable=True)
     p = full_logits(inputs[0].double(), weight.double(), None, options).softmax(-1).t()
-    (energy, part, _), dropped = energies[0], 0
+    (energy, part, _), dropped = energies[0].result, 0
     for first in range(0, v, 32):
         for row in range(0, n, 16):
             cols, tokens = order[first : min(v, first + 32)], rows[row : row + 16]

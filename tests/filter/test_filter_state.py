@@ -88,12 +88,10 @@ def test_each_device_has_its_own_threshold() -> None:
     assert state.on(places[0]) is state and state.stats()["tau"] > 0
 
 
-def test_a_loss_uses_the_state_of_its_device(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    state, asked = FilterState(), []
-    of = FilterState.on
-    monkeypatch.setattr(FilterState, "on", lambda self, device: asked.append(device) or of(self, device))
+def test_a_loss_uses_the_state_of_its_device(counts: Counter[str], spy: Any) -> None:
+    state, asked = FilterState(), spy(FilterState, "on")
     step(state)
-    assert asked == [torch.device("cpu")] and state.stats()["kept"] > 0
+    assert [call.args[1] for call in asked] == [torch.device("cpu")] and state.stats()["kept"] > 0
 
 
 @pytest.mark.parametrize(
@@ -367,16 +365,14 @@ def test_copies_start_without_history(how: Any, counts: Counter[str]) -> None:
     assert set(state.stats()) == KEYS and all(type(value) is float for value in state.stats().values())
 
 
-def test_nothing_is_measured_without_a_state(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_without_a_state(counts: Counter[str], spy: Any) -> None:
     from hf_cce.kernels.filter import run as filter_run
 
-    measured = []
-    real = filter_run.estimate_errors
-    monkeypatch.setattr(filter_run, "estimate_errors", lambda *a: measured.append(1) or real(*a))
+    measured = spy(filter_run, "estimate_errors")
     step(None)
     assert not measured
     step(FilterState())
-    assert measured == [1]
+    assert len(measured) == 1
 
 
 @cpu_only

@@ -187,19 +187,15 @@ def test_batched_upstream_gradients_raise(reduction: str) -> None:
         torch.autograd.grad(loss, leaves, torch.randn(3, *loss.shape), is_grads_batched=True)
 
 
-def test_frozen_inputs_get_no_gradient_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_inputs_get_no_gradient_work(spy: Any) -> None:
     (hidden, weight, _), labels = make_inputs(40, 16, 99, torch.float32)
     hidden.requires_grad_()
-    seen = []
-    original = torch.Tensor.addmm_
-    monkeypatch.setattr(
-        torch.Tensor, "addmm_", lambda self, *a, **k: (seen.append(self.shape), original(self, *a, **k))[1]
-    )
+    products = spy(torch.Tensor, "addmm_")
     linear_cross_entropy(hidden, weight, labels).backward()
-    assert not seen and weight.grad is None
+    assert not products and weight.grad is None
     weight.requires_grad_()
     linear_cross_entropy(hidden, weight, labels).backward()
-    assert seen == [weight.shape]
+    assert [call.result.shape for call in products] == [weight.shape]
 
 
 def test_autocast_casts_like_a_matmul() -> None:
@@ -320,7 +316,7 @@ WAYS = ("stored", "slabs", "full")
     ids=str,
 )
 def test_log_probs_and_statistics(
-    options: Options, way: str, dtype: torch.dtype, on: str, monkeypatch: pytest.MonkeyPatch
+    options: Options, way: str, dtype: torch.dtype, on: str, spy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With logits kept in several chunks, recomputed in slabs, or full. Upstream gradients of sums have zero strides."""
     n, v = (70, 131) if way == "triton" else (600, 999)
@@ -329,10 +325,7 @@ def test_log_probs_and_statistics(
     monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: way == "full" and p.dtype == dtype)
     monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)
     monkeypatch.setattr(fallback, "tokens_per_block", lambda *_: 32)
-    stored: list[Any] = []
-    monkeypatch.setattr(
-        fallback, "logit_stats", lambda *args, real=fallback.logit_stats: stored.append(1) or real(*args)
-    )
+    stored = spy(fallback, "logit_stats")
     valid = labels != -100
     largest = full_logits(*(None if x is None else x.double() for x in inputs), options).argmax(1)
     labels[::2] = labels[::2].where(~valid[::2], largest[::2])
@@ -501,20 +494,16 @@ for dtype in (torch.float32, torch.bfloat16):  # gradients formed in the forward
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("loss", [linear_cross_entropy, linear_log_probs])
-def test_strategies_get_aligned_labels(loss: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_get_aligned_labels(loss: Any, compiled: bool, spy: Any) -> None:
     """Triton compiles other kernels for addresses that are not a multiple of 16, as those of ``labels[:, 1:]``."""
-    seen: list[int] = []
-    forward = ops._forward
-    monkeypatch.setattr(
-        ops, "_forward", lambda strategy, x: seen.append(x.labels.data_ptr() % 16) or forward(strategy, x)
-    )
+    calls = spy(ops, "_forward")
     function = loss if loss is linear_cross_entropy else lambda *args: loss(*args).log_probs
     called = torch.compile(function, backend="eager") if compiled else function
     hidden, weight, labels = torch.randn(8, 4), torch.randn(16, 4), torch.randint(16, (9,))
     expected = called(hidden, weight, labels[1:].clone())
     assert torch.equal(called(hidden, weight, labels[1:]), expected)
     assert labels[1:].data_ptr() % 16 == 8
-    assert seen == [0, 0]
+    assert [call.args[1].labels.data_ptr() % 16 for call in calls] == [0, 0]
     # Compiled calls may compute in another way than eager ones
     eager, exact = (
         function(hidden.to(dtype), weight.to(dtype), labels[1:]) for dtype in (torch.float32, torch.float64)

@@ -408,18 +408,9 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_parts_of_the_logits(
-    name: str, implementation: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_over_parts_of_the_logits(name: str, implementation: Any, device: str, spy: Any) -> None:
     """The gradients of all parts are computed in one pass."""
-    compute, passes = logit_statistics.linear_log_probs, []
-
-    def counted(**arguments: Any) -> Any:
-        passes.append(arguments)
-        return compute(**arguments)
-
-    monkeypatch.setattr(logit_statistics, "linear_log_probs", counted)
-    loop, count = LOOPS[name]
+    passes, (loop, count) = spy(logit_statistics, "linear_log_probs"), LOOPS[name]
     hidden, weight = torch.randn(B, S, 8), torch.randn(V, 8)
     fused_head = functools.partial(lazy_logits, call=TrainingCall(CCEConfig(implementation=implementation)))
     results = []
@@ -838,12 +829,11 @@ def test_head_input_acts_as_hidden_states_elsewhere() -> None:
         F.linear(given, weight.double())
 
 
-def test_argmax_in_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argmax_in_row_chunks(spy: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(500, 8, generator=generator), torch.randn(3001, 8, generator=generator)
     logits = lazy_logits(hidden, weight, call=TrainingCall(CCEConfig(memory_budget=1 << 20), labels=False))
-    seen: list[int] = []
-    real = Recipe.build
-    monkeypatch.setattr(Recipe, "build", lambda self: seen.append(self.meta.shape.numel()) or real(self))
+    built = spy(Recipe, "build")
     assert torch.equal(logits.argmax(-1), (hidden @ weight.t()).argmax(-1))
+    seen = [call.result.numel() for call in built]
     assert max(seen) * 4 <= 1 << 20 and sum(seen) == 500 * 3001

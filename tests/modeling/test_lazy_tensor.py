@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_cce import apply_cce
 from hf_cce.deferred import recipe
 from hf_cce.deferred.lazy_tensor import LazyGrad
-from hf_cce.deferred.recipe import some_entries
 
 Loss = Callable[[Any], Tensor]
 Prepared = Callable[[Any], Any]
@@ -559,10 +558,9 @@ def test_logits_computed_before_a_step_can_be_read_after_it() -> None:
     assert_accurate(sums[1], sums[0], sums[0], "sum")
 
 
-def test_weights_are_compared_only_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_compared_only_after_a_step(spy: Any) -> None:
     """The comparison synchronizes with the GPU."""
-    calls: list[Any] = []
-    monkeypatch.setattr(recipe, "some_entries", lambda weight: calls.append(weight) or some_entries(weight))
+    calls = spy(recipe, "some_entries")
     ours, other = apply_cce(tiny_llama()), torch.nn.Linear(2, 2)
     outputs = ours(**batch())
     (outputs.loss + outputs.logits.logsumexp(-1).mean()).backward()

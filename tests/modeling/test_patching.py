@@ -48,18 +48,8 @@ from hf_cce.patches.causal_lm import patch_of
 
 
 @pytest.mark.parametrize("form", ["log_softmax", "logsumexp"])
-def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[bool] = []
-    compute = logit_statistics.linear_log_probs
-
-    def counted(**arguments: Any) -> Any:
-        passes.append(bool(arguments.get("entropy")))
-        return compute(**arguments)
-
-    monkeypatch.setattr(logit_statistics, "linear_log_probs", counted)
-    model = tiny_llama()
+def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(form: str, spy: Any) -> None:
+    passes, model = spy(logit_statistics, "linear_log_probs"), tiny_llama()
     exact, plain, patched = copy.deepcopy(model).double(), copy.deepcopy(model), apply_cce(model)
     ids = torch.randint(model.config.vocab_size, (2, 9))
 
@@ -81,7 +71,7 @@ def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(
         passes.clear()
         results = [loss_and_gradients(each, with_entropy) for each in (patched, plain, exact)]
         assert_all_accurate(*results, f"entropy {with_entropy}")
-        found.append(passes.copy())
+        found.append([bool(call.options.get("entropy")) for call in passes])
     assert found == [[False, True], [True], [True], [False], [False, True]]
 
 
@@ -118,13 +108,12 @@ def test_second_call_changes_only_options() -> None:
     assert_fused(model, calls=1)
 
 
-def test_options_reach_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, real = [], handlers.linear_cross_entropy
-    monkeypatch.setattr(handlers, "linear_cross_entropy", lambda *a, **k: seen.append(k["config"]) or real(*a, **k))
+def test_options_reach_the_loss(spy: Any) -> None:
+    losses = spy(handlers, "linear_cross_entropy")
     first, second = apply_cce(tiny_llama(), memory_budget=2 * MIB), apply_cce(tiny_llama(), memory_budget=3 * MIB)
     for model in (first, second, first):
         loss_and_grads(model, batch())
-    assert [config.memory_budget // MIB for config in seen] == [2, 3, 2]
+    assert [call.options["config"].memory_budget // MIB for call in losses] == [2, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -586,15 +575,13 @@ def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_head_and_loss_ask_alike_whether_tokens_are_few(
-    autocast: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: asked.append((p.dtype, spec.needs)))
+def test_head_and_loss_ask_alike_whether_tokens_are_few(autocast: bool, frozen: bool, spy: Any) -> None:
+    questions = spy(dispatch, "prefers_full_logits")
     model = apply_cce(tiny_llama())
     model.lm_head.requires_grad_(not frozen)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**batch())
+    asked = [(call.args[0].dtype, call.args[1].needs) for call in questions]
     assert asked == [(torch.bfloat16 if autocast else torch.float32, (True, not frozen, False))] * 2
 
 
