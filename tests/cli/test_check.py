@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command import Result, hf_cce
+from command import hf_cce
 from models import module_state, tiny_llama
 from torch import nn
 
 from hf_cce.diagnostics import check as bench
 
-
-def run(*arguments: str) -> Result:
-    return hf_cce("check", *arguments)
+run = partial(hf_cce, "check")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command import Result, hf_cce
+from command import hf_cce
 from numerics import budget
 
 from hf_cce.diagnostics import demo, machine
 
 SIZES = "--vocab-size 512 --hidden-size 64 --layers 1 --max-steps 3 --batch-size 2 --seq-length 32 --device cpu"
+command = partial(hf_cce, "demo", *SIZES.split())
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be restarted under Linux only")
 
 
@@ -23,10 +25,6 @@ def short_text() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "CHARACTERS", 50_000)
         yield
-
-
-def command(*arguments: str) -> Result:
-    return hf_cce("demo", *SIZES.split(), *arguments)
 
 
 @ON_LINUX

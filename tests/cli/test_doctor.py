@@ -6,23 +6,21 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
-from command import ROOT, Result, environment, hf_cce, run
+from command import ROOT, environment, hf_cce, run
 from test_gradcheck import tampered
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics import doctor, gradcheck, machine
 
 CPU = torch.device("cpu")
-
-
-def command(*arguments: str) -> Result:
-    return hf_cce("doctor", *arguments)
+command = partial(hf_cce, "doctor")
 
 
 def process(before: str, *arguments: str, folders: tuple[Path, ...] = (), **more: str) -> CompletedProcess[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import Result, hf_cce
+from command import hf_cce
 from peak_memory import PeakMemory
 from tiny_config import tiny_config
 from transformers import LlamaForCausalLM, MambaConfig
@@ -29,10 +29,7 @@ STEPS_TOLERANCE = 0.02  # 0.3 % at most when this was written
 estimated = functools.cache(diagnostics.estimate)
 SIX_LAYERS = Shape("llama", 64, 6, 4, 4, 256, 4096)
 BUDGETS = {"hf_cce-256mib": 256 * MIB, "hf_cce-1gib": GIB, "hf_cce-2gib": 2 * GIB}
-
-
-def command(*arguments: str) -> Result:
-    return hf_cce("estimate", *arguments)
+command = functools.partial(hf_cce, "estimate")
 
 
 def off(estimated: float, measured: float) -> float:

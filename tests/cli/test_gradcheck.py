@@ -6,13 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command import Result, hf_cce
+from command import hf_cce
 from numerics import assert_all_accurate, budget
 
 from hf_cce.diagnostics import gradcheck as diagnostics
@@ -22,6 +23,7 @@ SMALL = diagnostics.Problem(128, 24, 67)
 EVERYTHING = diagnostics.CASES[-1]
 ALL = diagnostics.CONFIGS
 PORTABLE = {name: config for name, config in ALL.items() if config.implementation == "portable"}
+command = partial(hf_cce, "gradcheck", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +31,6 @@ def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip Triton's interpreter: it is slow, and one test of it is enough."""
     monkeypatch.setattr(diagnostics, "default_problem", lambda device: SMALL)
     monkeypatch.setattr(diagnostics, "CONFIGS", PORTABLE)
-
-
-def command(*arguments: str) -> Result:
-    return hf_cce("gradcheck", "--device", "cpu", *arguments)
 
 
 def quiet(*_: Any) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, dtype_for, force_strategy, trained_like_inputs
+from forced_strategies import DEVICE, dtype_for, force_strategy, in_the_interpreter, trained_like_inputs
 from losses import Options, fused_step, plain_step
 from numerics import assert_accurate, relative_error
 
@@ -143,7 +143,7 @@ def gradients(
     return [relative_error(x, y) for x, y in zip(found, exact, strict=True)], state.stats()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="tiles of a GPU are larger than these inputs")
+@in_the_interpreter
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
 def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     (uniform, uniform_weight), uniform_stats = gradients(0.01, False, scale, monkeypatch)

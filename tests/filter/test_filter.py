@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, trained_like_inputs
+from forced_strategies import DEVICE, KEEPS_ALL, check_strategy, in_the_interpreter, trained_like_inputs
 from losses import PLAIN, Inputs, Options, full_logits, fused_step, make_inputs, plain_step, scaled_and_capped
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
@@ -18,9 +18,6 @@ from hf_cce import FilterState
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("filtered")
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
-in_the_interpreter = pytest.mark.skipif(
-    DEVICE == "cuda", reason="a GPU filters only bfloat16, and its tiles are larger than these inputs"
-)
 
 
 @in_the_interpreter

@@ -262,26 +262,8 @@ def test_a_step_during_a_pause(counts: Counter[str]) -> None:
     assert counts["filtered"] == 2 and state.stats()["dense"] == 0.0
 
 
-def test_the_vocabulary_order_is_reused(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "SORT_EVERY", 3)
-    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)  # always filter, whatever share is kept
-    state, orders = FilterState(), []
-    for _ in range(7):
-        step(state)
-        assert state._vocabulary is not None
-        orders.append(state._vocabulary[1])
-    for number, order in enumerate(orders):
-        assert (order.vocab_perm is orders[number - 1].vocab_perm) == (number % 3 != 0)
-    # Another head, or another dtype with other tile sizes, gets its own order.
-    for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
-        state._calls = 1
-        before = state._vocabulary[1].vocab_perm
-        step(state, **options)  # type: ignore[arg-type]
-        assert state._vocabulary[1].vocab_perm is not before
-        assert torch.equal(state._vocabulary[1].vocab_perm.sort().values[-70:], torch.arange(70, dtype=torch.int32))
-
-
-def test_the_covariance_is_reused(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_order_and_covariance_are_reused(counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # with a share of 1, no step pauses the filter
     for name, value in (("SORT_EVERY", 2), ("COVARIANCE_EVERY", 4), ("PAUSE_SHARE", 1.0)):
         monkeypatch.setattr(state_module, name, value)
     state, found = FilterState(), []
@@ -290,8 +272,15 @@ def test_the_covariance_is_reused(counts: Counter[str], monkeypatch: pytest.Monk
         assert state._vocabulary is not None and state._vocabulary[1].covariance is not None
         found.append(state._vocabulary[1])
     for number, (before, after) in enumerate(itertools.pairwise(found), 1):
-        assert (after is before) == (number % 2 != 0)
+        assert (after is before) == (after.vocab_perm is before.vocab_perm) == (number % 2 != 0)
         assert (after.covariance is before.covariance) == (number % 4 != 0)
+    # Another head, or another dtype with other tile sizes, gets its own order.
+    for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
+        state._calls = 1
+        before = state._vocabulary[1].vocab_perm
+        step(state, **options)  # type: ignore[arg-type]
+        assert state._vocabulary[1].vocab_perm is not before
+        assert torch.equal(state._vocabulary[1].vocab_perm.sort().values[-70:], torch.arange(70, dtype=torch.int32))
 
 
 @pytest.mark.slow

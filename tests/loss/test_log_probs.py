@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, KEEPS_ALL, trained_like_inputs
+from forced_strategies import DEVICE, KEEPS_ALL, in_the_interpreter, trained_like_inputs
 from losses import make_inputs
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
@@ -19,7 +19,6 @@ from hf_cce import CCEConfig, FilterState, dispatch, kernels, linear_log_probs
 from hf_cce.loss import LogProbs
 from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
 
-in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU filters only bfloat16")
 pytestmark = pytest.mark.usefixtures("filtered")
 STATISTICS = {"entropy": True, "is_top1": True}
 
