@@ -229,16 +229,14 @@ def test_documented_output_is_current() -> None:
         assert text in page, f"hf-cce estimate {line}: write\n{text}"
 
 
-def test_model_type_uses_default_sizes() -> None:
+def test_model_type_uses_default_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name takes precedence."""
     shown = command("llama", "--batch-size", "2", "--seq-length", "1024", "--gpu-memory", "80")
     assert shown.exit_code == 0, shown
     assert "llama: LlamaForCausalLM, 6,738 million parameters, vocabulary 32,000" in shown.stdout
     (note,) = [line for line in shown.stdout.splitlines() if line.startswith("Note:")]
     assert "llama is a model type; the sizes are the defaults of LlamaConfig" in note
     assert not diagnostics.estimate("qwen2.5-0.5b", 1, 64).notes
-
-
-def test_folder_named_like_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config_of(SHAPES["tiny"]).save_pretrained(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
     assert config_named("llama").vocab_size == SHAPES["tiny"].vocabulary

@@ -122,30 +122,21 @@ def train_in_a_new_process(cases: list[tuple[str, str]], first: Path | None, res
 
 
 FORKS = sys.platform == "linux"  # elsewhere each case takes a process that imports everything
-BYPASSING = ["instance", "class", "unpickled", "after PEFT"]
+BYPASSING = [(how, "lora") for how in ("instance", "class", "unpickled", "after PEFT")]
 CUSTOM = [(how, tuner) for tuner in ("adalora", "adaption") for how in ("instance", "unpickled")]
 
 
 @pytest.fixture(scope="module")
-def bypassing(old_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_in_a_new_process([(how, "lora") for how in BYPASSING], old_peft, tmp_path_factory.mktemp("results"))
+def results(old_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the result of each case: of LoRA with an old PEFT, of the others with the installed one."""
+    folder = tmp_path_factory.mktemp("results")
+    train_in_a_new_process(BYPASSING, old_peft, folder)
+    return train_in_a_new_process(CUSTOM, None, folder)
 
 
-@pytest.fixture(scope="module")
-def custom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("peft")
-    return train_in_a_new_process(CUSTOM, None, tmp_path_factory.mktemp("results"))
-
-
-@pytest.mark.parametrize("how", BYPASSING)
-def test_tuner_that_bypasses_hooks(how: str, bypassing: Path) -> None:
-    assert (bypassing / f"{how} lora").read_text("utf-8") == "fused 1"
-
-
-@pytest.mark.parametrize(("how", "tuner"), CUSTOM)
-def test_late_imported_tuner_with_custom_forward(how: str, tuner: str, custom: Path) -> None:
-    """With the installed PEFT, whatever its version."""
-    assert (custom / f"{how} {tuner}").read_text("utf-8") == "fused 1"
+@pytest.mark.parametrize(("how", "tuner"), [*BYPASSING, *CUSTOM])
+def test_late_imported_tuner(how: str, tuner: str, results: Path) -> None:
+    assert (results / f"{how} {tuner}").read_text("utf-8") == "fused 1"
 
 
 def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:

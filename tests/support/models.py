@@ -17,6 +17,7 @@ from tiny_config import VOCAB_SIZE, tiny_config
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from hf_cce import apply_cce
 from hf_cce.api import causal_lm
@@ -125,10 +126,6 @@ def float64_copy(model: Any) -> Any:
     return model
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def model_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
     return model(**inputs).loss
 
@@ -139,7 +136,7 @@ def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: Lo
         usual = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
-            inputs = {name: value.double() if _is_float(value) else value for name, value in inputs.items()}
+            inputs = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
             with KeepFloat64():
                 loss = loss_of(model, inputs)
         finally:
@@ -184,27 +181,23 @@ def assert_same_training(
     mine = {id(parameter) for parameter in head_of(plain).parameters()}
     head = {name for name, parameter in plain.named_parameters() if id(parameter) in mine}
     actual, twin, reference = (_by_module(results, head) for results in (actual, twin, reference))
-    draw = lambda other: _by_module(loss_and_grads(other, inputs, loss_of=loss_of), head)  # noqa: E731
-    assert_results_as_good(actual, twin, reference, plain=plain if redraw else None, draw=draw)
+    draw = lambda seed: _by_module(loss_and_grads(_reordered(plain, seed), inputs, loss_of=loss_of), head)  # noqa: E731
+    assert_results_as_good(actual, twin, reference, draw if redraw else None)
 
 
 def assert_results_as_good(
     actual: dict[str, Tensor],
     twin: dict[str, Tensor],
     reference: dict[str, Tensor],
-    plain: Any = None,
-    draw: Callable[[Any], dict[str, Tensor]] | None = None,
+    draw: Callable[[int], dict[str, Tensor]] | None = None,
 ) -> None:
-    """Check that each of ``actual`` is as close to ``reference`` as ``twin`` is.
-
-    With ``plain`` and ``draw``, sample that model's rounding error in other summation orders if one is not enough.
-    """
+    """Check that each of ``actual`` is as close to ``reference`` as ``twin`` is, or as other draws of it by a seed are."""
     twins = [twin]
     for name, value in actual.items():
         for seeds in (range(7), range(7, 31)):
             enough = is_accurate(value, [each[name] for each in twins], reference[name], torch.float32)
-            if not enough and plain is not None and draw is not None and len(twins) <= 1 + seeds.start:
-                twins += [draw(_reordered(plain, seed)) for seed in seeds]
+            if not enough and draw is not None and len(twins) <= 1 + seeds.start:
+                twins += map(draw, seeds)
         assert_accurate(value, [each[name] for each in twins], reference[name], name, torch.float32)
 
 
