@@ -51,7 +51,22 @@ IMPLEMENTATIONS_AND_DTYPES = [
     *((name, dtype) for name in ("triton", "row kernel") for dtype in (torch.float32, torch.float16)),
     *(pytest.param(name, torch.bfloat16, marks=pytest.mark.gpu) for name in ("triton", "row kernel")),
 ]
-ALL = pytest.mark.parametrize("implementation", ["rows", "slabs", "triton", "row kernel"])
+
+
+# A test runs with each of these, unless it has a list of its own.
+@pytest.fixture(params=KINDS, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["rows", "slabs", "triton", "row kernel"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -78,18 +93,14 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_kinds(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
     reductions = ({"reduction": name, "masked": True} for name in ("sum", "none") if dtype == torch.float32)
     for options in ({}, {"temperature": 1.7}, EVERYTHING, *reductions):
         check(replace(case, form=form, **options), dtype, config, device)
 
 
-@ALL
 @pytest.mark.parametrize("vocab_sizes", [(131, 144), (160, 131)])
 @pytest.mark.parametrize("form", ["head", "logits"])
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_vocabularies_that_differ_in_padding(
     case: Case, form: str, vocab_sizes: tuple[int, int], config: CCEConfig, device: str
 ) -> None:
@@ -98,8 +109,6 @@ def test_vocabularies_that_differ_in_padding(
 
 
 @pytest.mark.parametrize("implementation", ["slabs", "triton"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_many_slabs(
     case: Case, form: str, implementation: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,11 +148,9 @@ def test_masked_tokens_are_not_read() -> None:
         assert all(map(torch.equal, fused_outcome(x, case), expected))
 
 
-@ALL
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("upstream", [math.inf, math.nan])
 def test_upstream_gradients_of_masked_tokens_are_ignored(
-    upstream: float, form: str, implementation: str, config: CCEConfig, device: str
+    upstream: float, form: str, config: CCEConfig, device: str
 ) -> None:
     """The mean over each sequence divides by zero for one that is masked as a whole, even if it is left out afterwards."""
     case = Case(form=form, masked=True, reduction="none")
@@ -155,8 +162,6 @@ def test_upstream_gradients_of_masked_tokens_are_ignored(
 
 
 @pytest.mark.parametrize("part", ["student", "teacher"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_nan_gives_a_nan_loss(case: Case, form: str, part: str) -> None:
     case = replace(case, form=form, reduction="none")
     x = make_inputs(case, torch.float32)
@@ -165,7 +170,6 @@ def test_nan_gives_a_nan_loss(case: Case, form: str, part: str) -> None:
     assert found[1, 2] and found.sum() == 1
 
 
-@pytest.mark.parametrize("form", FORMS)
 def test_all_tokens_masked(form: str) -> None:
     for case in (Case(form=form, masked=True), Case("jsd", form=form, masked=True)):
         x = make_inputs(case, torch.float32)
@@ -210,7 +214,6 @@ def test_teacher_logits_of_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> None:
     x = make_inputs(case, torch.float32)
     ids, log_probs, _ = top_k(x, replace(case, form=tail))
@@ -226,7 +229,6 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
 
 
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_masked_tokens_of_a_student_that_never_predicts_id_0(case: Case, tail: str) -> None:
     case = replace(case, form=tail, masked=True, bias=True)
     x = make_inputs(case, torch.float32)
@@ -247,8 +249,6 @@ def test_gradient_of_one_input_alone() -> None:
         assert torch.equal(found, expected[index])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> None:
     x = make_inputs(replace(case, form=form, **EVERYTHING), torch.bfloat16)
     leaves = x.student(torch.bfloat16)
@@ -257,12 +257,7 @@ def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> No
     assert all(map(torch.equal, first, second))
 
 
-@ALL
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_divergences_of_tokens_may_be_changed_in_place(
-    case: Case, form: str, implementation: str, config: CCEConfig, device: str
-) -> None:
+def test_divergences_of_tokens_may_be_changed_in_place(case: Case, form: str, config: CCEConfig, device: str) -> None:
     case = replace(case, form=form, reduction="none")
     x = make_inputs(case, torch.float32, device)
     expected, found = (
@@ -302,7 +297,6 @@ def test_the_teacher_gets_no_gradient() -> None:
     assert hidden.grad is None and weight.grad is None
 
 
-@pytest.mark.parametrize("form", FORMS)
 def test_a_teacher_made_in_inference_mode(form: str) -> None:
     for case in (Case(form=form, masked=True), Case("jsd", form=form)):
         x = make_inputs(case, torch.float32)
@@ -317,7 +311,6 @@ def test_a_teacher_made_in_inference_mode(form: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["head", "logits"])
-@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: torch.dtype) -> None:
     """The accumulation dtype follows the student: the result is that for the same teacher in float64."""
     x = make_inputs(replace(case, masked=True), dtype)
@@ -331,10 +324,9 @@ def test_a_narrow_teacher_of_a_float64_student(case: Case, form: str, dtype: tor
     assert_all_accurate(found[1], found[0], found[0])
 
 
-@ALL
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
 def test_a_teacher_changed_in_place_before_the_backward_pass_is_an_error(
-    tail: str, implementation: str, config: CCEConfig, device: str
+    tail: str, config: CCEConfig, device: str
 ) -> None:
     case = Case(form=tail)
     x = make_inputs(case, torch.float32, device)

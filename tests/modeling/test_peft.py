@@ -346,7 +346,9 @@ def test_adapter_that_writes_in_place() -> None:
 
 # Tuners that call the model's forward without its hooks in every PEFT version; a mixed model, which cannot return its inner
 # model; and X-LoRA, which calls that model twice
-EACH_TUNER = pytest.mark.parametrize("tuner", TUNERS)
+@pytest.fixture(params=TUNERS)
+def tuner(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def pair(tuner: str, **options: Any) -> tuple[Any, Any]:
@@ -367,7 +369,6 @@ FORMS = {
 }
 
 
-@EACH_TUNER
 @pytest.mark.parametrize("form", FORMS)
 def test_ways_to_call(tuner: str, form: str) -> None:
     plain, patched = pair(tuner, **({"task_type": None} if form == "no task" else {}))
@@ -396,7 +397,6 @@ def test_adalora_penalty() -> None:
     assert float(patched(**inputs).loss.detach() - without(**inputs).loss.detach()) > 0.1
 
 
-@EACH_TUNER
 def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
     plain, patched = (model.eval() for model in pair(tuner))
     inputs = batch(rows=4, ignored=False)
@@ -413,7 +413,6 @@ def test_evaluation_and_generation_match_unpatched(tuner: str) -> None:
     assert stats(patched).calls == stats(patched).materialized == 1
 
 
-@EACH_TUNER
 def test_unpatched_models_are_unaffected(tuner: str) -> None:
     plain, model = build(TUNERS[tuner]), build(TUNERS[tuner])
     before = module_state(model)
@@ -430,7 +429,6 @@ def test_unpatched_models_are_unaffected(tuner: str) -> None:
     assert type(outputs.logits) is torch.Tensor and torch.equal(outputs.loss, expected.loss)
 
 
-@EACH_TUNER
 def test_interrupted_forward_leaves_module_state_unchanged(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     before = module_state(patched)
@@ -447,7 +445,6 @@ def test_interrupted_forward_leaves_module_state_unchanged(tuner: str) -> None:
     assert_fused(patched, calls=1)
 
 
-@EACH_TUNER
 def test_several_adapters(tuner: str) -> None:
     """AdaLoRA trains one adapter and freezes the others; prompts are swapped in and out of the model."""
 
@@ -477,7 +474,6 @@ def test_several_adapters(tuner: str) -> None:
     assert_fused(patched, calls=calls + 1)
 
 
-@EACH_TUNER
 def test_copy_trains_its_own_weights(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     other = copy.deepcopy(patched)
@@ -488,7 +484,6 @@ def test_copy_trains_its_own_weights(tuner: str) -> None:
     assert stats(patched).calls == 0 and stats(other).calls == 1
 
 
-@EACH_TUNER
 @pytest.mark.parametrize("replaced", ["before", "after"])
 def test_replaced_forward(tuner: str, replaced: str) -> None:
     """accelerate's dispatch replaces forward and keeps the previous one inside."""
@@ -509,7 +504,6 @@ def test_replaced_forward(tuner: str, replaced: str) -> None:
     assert_fused(model, calls=1)
 
 
-@EACH_TUNER
 @pytest.mark.parametrize("what", ["model", "tuner"])
 def test_compiled(tuner: str, what: str) -> None:
     """Compile the whole model, or only the tuner, whose ``__call__`` and our hooks stay outside the graph."""
