@@ -109,17 +109,6 @@ def test_float32_head_on_bfloat16_body(name: str) -> None:
     assert head_of(patched).weight.grad.dtype is torch.float32
 
 
-def test_head_dtype_mismatch_raises_torch_error() -> None:
-    """If the family does not cast, torch raises its own error from the same place."""
-    messages = []
-    for model in (tiny_llama(), apply_cce(tiny_llama())):
-        model.bfloat16().lm_head.float()
-        with pytest.raises(RuntimeError) as caught:
-            model(**batch())
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-
-
 # With dynamic=True the numbers of Gemma's config are symbols
 @pytest.mark.parametrize(("family", "dynamic"), [("llama", None), ("gemma2", True), ("mixtral", None), ("gpt2", None)])
 def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:

@@ -120,13 +120,13 @@ def test_no_grad_allocates_no_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_shift_with_other_label_types_and_ignore_index(dtype: torch.dtype) -> None:
     (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64, ignored="none")
-    hidden, labels = hidden.view(4, 12, 32), labels.view(4, 12).to(dtype)
+    labels, leaves = labels.view(4, 12).to(dtype), [hidden.view(4, 12, 32).requires_grad_(), weight.requires_grad_()]
     for ignore_index in (-100, 3):
-        loss = linear_cross_entropy(hidden, weight, labels, shift=True, ignore_index=ignore_index)
-        expected = F.cross_entropy(
-            (hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].long().flatten(), ignore_index=ignore_index
-        )
-        assert_accurate(loss, expected, expected, str(ignore_index))
+        loss = linear_cross_entropy(*leaves, labels, shift=True, ignore_index=ignore_index)
+        logits = (leaves[0][:, :-1] @ weight.t()).flatten(0, 1)
+        expected = F.cross_entropy(logits, labels[:, 1:].long().flatten(), ignore_index=ignore_index)
+        found, exact = ([x, *torch.autograd.grad(x, leaves)] for x in (loss, expected))
+        assert_all_accurate(found, exact, exact, str(ignore_index))
 
 
 @pytest.mark.parametrize("implementation", ["portable", "triton"])

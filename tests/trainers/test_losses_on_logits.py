@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from test_callback import build, logged, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
 
-from hf_cce import CCECallback, apply_cce, linear_cross_entropy, ops
+from hf_cce import CCECallback, apply_cce, ops
 
 V = 99
 pytestmark = pytest.mark.usefixtures("small_scratch")
@@ -221,27 +220,3 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
         assert_accurate(torch.tensor(entry["cce/perplexity"]).log(), loss, loss.double(), "perplexity")
         low, high = sorted(entry[f"cce/loss_group_{i}"] for i in (0, 7))
         assert low < entry["loss"] < high
-
-
-def test_multi_token_prediction_heads() -> None:
-    """Multi-token prediction as in docs/guides/any-loss.md: the losses of extra heads, none of which materializes logits."""
-    plain = tiny_llama()
-    plain.heads = torch.nn.ModuleList(torch.nn.Linear(32, V, bias=False) for _ in range(3))
-    patched = apply_cce(copy.deepcopy(plain))
-
-    def loss_of(model: Any, inputs: Any) -> Tensor:
-        outputs, labels = model(**inputs, output_hidden_states=True), inputs["labels"]
-        hidden_states, loss = outputs.hidden_states[-1], outputs.loss
-        for k, head in enumerate(model.heads, start=1):
-            if model is patched:
-                further = linear_cross_entropy(hidden_states[:, :-k], head.weight, labels[:, k:], shift=True)
-            else:
-                logits = head(hidden_states)[:, : -k - 1]
-                further = F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten())
-            loss = loss + 0.8**k * further
-        return loss
-
-    with logits_made(tokens=34, model=patched) as seen:
-        loss_and_grads(patched, batch(), loss_of=loss_of)
-    assert seen == []
-    assert_same_training(patched, plain, batch(), loss_of=loss_of)
