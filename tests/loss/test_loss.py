@@ -79,19 +79,6 @@ def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> No
     check_against_plain(fused_loss(), inputs, labels, options, torch.float64, str((n, d, v, options)))
 
 
-def test_leading_dimensions_and_non_contiguous_inputs() -> None:
-    (hidden, weight, _), labels = make_inputs(60, 32, 99, torch.float32, ignored="none")
-    hidden = hidden.view(5, 12, 32).transpose(0, 1)  # [12, 5, 32], not contiguous
-    weight = weight.t().contiguous().t()
-    labels = labels.view(5, 12).t()
-    assert not hidden.is_contiguous() and not weight.is_contiguous() and not labels.is_contiguous()
-    exact, baseline = (
-        F.cross_entropy((hidden.to(dtype) @ weight.to(dtype).t()).transpose(1, 2), labels, reduction="none")
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert_accurate(linear_cross_entropy(hidden, weight, labels, reduction="none"), baseline, exact, "loss")
-
-
 def test_shift_matches_transformers() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -32,13 +32,14 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reduction"), [*((name, "mean") for name in STRATEGIES), ("exact", "none"), ("one_block", "none")]
+    ("strategy", "reduction"),
+    [*((name, "mean") for name in STRATEGIES), *((name, "none") for name in ("exact", "one_block", "portable"))],
 )
-def test_strided_labels_and_inputs(strategy: str, reduction: str, forced: Counter[str]) -> None:
+def test_strided_labels_and_inputs_with_leading_dimensions(strategy: str, reduction: str, forced: Counter[str]) -> None:
     options = Options(bias=strategy not in ("filtered", *PRODUCT_STRATEGIES), reduction=reduction)
     dtype = dtype_for(strategy)
     assert applies(strategy, options, dtype)
-    inputs, labels = make_inputs(37, 40, 131, dtype, DEVICE, bias=options.bias)
+    inputs, labels = make_inputs(39, 40, 131, dtype, DEVICE, bias=options.bias)
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         labels = torch.stack([labels, labels.flip(0)], 1)[:, 0]
@@ -48,7 +49,9 @@ def test_strided_labels_and_inputs(strategy: str, reduction: str, forced: Counte
         assert not labels.is_contiguous()
         hidden, weight = (x.t().contiguous().t() for x in (hidden, weight))
         assert not hidden.is_contiguous() and not weight.is_contiguous()
-        return fused_loss(config_for(strategy))(hidden, weight, bias, labels, options)
+        hidden, labels = (x.unflatten(0, (3, 13)).transpose(0, 1) for x in (hidden, labels))
+        found = fused_loss(config_for(strategy))(hidden, weight, bias, labels, options)
+        return found.t().flatten() if found.dim() else found
 
     check_against_plain(loss, inputs, labels, options, dtype, f"strided, {strategy}")
     assert forced[forward_counter(strategy)] == (reduction == "mean" or strategy == "one_block")  # else not counted
