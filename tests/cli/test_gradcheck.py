@@ -33,9 +33,6 @@ def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "CONFIGS", PORTABLE)
 
 
-def quiet(*_: Any) -> None: ...
-
-
 def tampered(factor: float) -> Callable[..., torch.Tensor]:
     from hf_cce import linear_cross_entropy
 
@@ -74,7 +71,7 @@ def test_interpreted_kernels_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
         pytest.skip("the kernels are not interpreted here")
     monkeypatch.setattr(diagnostics, "CONFIGS", ALL)
     monkeypatch.setattr(diagnostics, "CASES", (EVERYTHING,))
-    report = diagnostics.gradcheck(SMALL, CPU, ("float32", "bfloat16"), quiet)
+    report = diagnostics.gradcheck(SMALL, CPU, ("float32", "bfloat16"), lambda *_: None)
     computed = list(dict.fromkeys(row["computed_by"] for row in report["rows"]))
     triton = ["float32, triton, filter auto", "float32, triton, no filter"]
     assert computed == ["float32, portable", *triton, "bfloat16, portable"] and report["ok"]

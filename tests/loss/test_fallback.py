@@ -36,7 +36,18 @@ def multiply(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
     return a.to(kind) @ b.to(kind)
 
 
-def force_loop(monkeypatch: pytest.MonkeyPatch, loop: str, fp32_out: bool) -> list[str]:
+@pytest.fixture(params=["one_block", "token_blocks"])
+def loop(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["float32 products", "rounded products"])
+def fp32_out(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def calls(loop: str, fp32_out: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Send every scalar loss through ``loop``, if ``fp32_out`` as on a GPU; return a list of the calls."""
     calls: list[str] = []
     real = getattr(fallback, loop)
@@ -50,14 +61,9 @@ def force_loop(monkeypatch: pytest.MonkeyPatch, loop: str, fp32_out: bool) -> li
     return calls
 
 
-@pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_loss_and_gradients(
-    loop: str, options: Options, dtype: torch.dtype, fp32_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = force_loop(monkeypatch, loop, fp32_out)
+def test_loss_and_gradients(loop: str, options: Options, dtype: torch.dtype, calls: list[str]) -> None:
     for ignored in ("none", "some", "all"):
         for n, d, v in ((300, 96, 3001), (70, 600, 34), (1, 64, 99)):
             inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
@@ -67,10 +73,9 @@ def test_loss_and_gradients(
     assert calls == [loop] * 9
 
 
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_z_loss_with_a_bias_of_minus_infinity_at_id_0(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("calls")
+def test_z_loss_with_a_bias_of_minus_infinity_at_id_0() -> None:
     """The label of ignored rows counts as 0."""
-    force_loop(monkeypatch, loop, True)
     (hidden, weight, bias), labels = make_inputs(40, 16, 31, torch.float32, bias=True)
     labels, found = labels.clamp(min=1).where(labels >= 0, labels), []
     bias[0] = -torch.inf
@@ -96,12 +101,9 @@ def test_recomputed_logits_are_rounded_as_before() -> None:
     check_against_plain(with_a_backward_pass_before, inputs, labels, Options(bias=True), torch.bfloat16, "second pass")
 
 
-@pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_float16_with_a_grad_scaler(frozen: bool, loop: str, fp32_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_with_a_grad_scaler(frozen: bool, loop: str, calls: list[str]) -> None:
     """GradScaler's initial scale of 65,536 only scales the gradients; a scale that is too large overflows as usual."""
-    calls = force_loop(monkeypatch, loop, fp32_out)
     (hidden, weight, _), labels = make_inputs(300, 96, 3001, torch.float16)
 
     def gradients(loss, dtype: torch.dtype, scale: float) -> list[Tensor]:  # type: ignore[no-untyped-def]
@@ -122,11 +124,9 @@ def test_float16_with_a_grad_scaler(frozen: bool, loop: str, fp32_out: bool, mon
     assert calls == [loop] * 3
 
 
-@pytest.mark.parametrize("fp32_out", [True, False], ids=["float32 products", "rounded products"])
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_float16_with_a_low_temperature(loop: str, fp32_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("calls")
+def test_float16_with_a_low_temperature(loop: str, fp32_out: bool) -> None:
     """The gradient of a logit before the scale is up to ``logit_scale``, which leaves less room in float16."""
-    force_loop(monkeypatch, loop, fp32_out)
     (hidden, weight, _), labels = make_inputs(60, 16, 99, torch.float16)
     options = replace(PLAIN, logit_scale=100.0)
     found = loss_and_gradients(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, options, torch.float16)
@@ -154,9 +154,8 @@ def test_a_grad_scaler_skips_the_step_that_overflows() -> None:
     assert 0 < steps < 40 and loss < linear_cross_entropy(hidden, weight, labels)
 
 
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_nan_in_ignored_tokens_affects_no_gradient(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_loop(monkeypatch, loop, True)
+@pytest.mark.usefixtures("calls")
+def test_nan_in_ignored_tokens_affects_no_gradient() -> None:
     (hidden, weight, _), labels = make_inputs(300, 16, 99, torch.bfloat16)
     hidden[labels == -100] = float("nan")
     found = loss_and_gradients(fused_loss(SMALL_BUDGET), (hidden, weight, None), labels, PLAIN, torch.bfloat16)
@@ -271,14 +270,12 @@ def test_a_loop_over_losses_of_few_tokens_keeps_no_weight_gradients(monkeypatch:
 
 
 @pytest.mark.parametrize("labeled", [3, 40], ids=["few labels", "more labels"])
-@pytest.mark.parametrize("loop", ["one_block", "token_blocks"])
-def test_rows_without_labels_are_not_computed(
-    loop: str, labeled: int, spy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("fp32_out", [False])
+def test_rows_without_labels_are_not_computed(loop: str, labeled: int, spy: Any) -> None:
     """On a CPU, logits of ignored rows are only computed to have 16 rows."""
-    force_loop(monkeypatch, loop, False)
-    calls = spy(fallback, "logits_to_gradients")
+    computed = spy(fallback, "logits_to_gradients")
     inputs, labels = make_inputs(300, 16, 99, torch.float32)
     labels[:] = torch.where(torch.arange(300) < labeled, labels.clamp(min=0), -100)
     check_against_plain(fused_loss(CCEConfig()), inputs, labels, PLAIN, torch.float32, loop)
-    assert [len(call.args[0]) for call in calls] == [max(16, labeled)]
+    assert [len(call.args[0]) for call in computed] == [max(16, labeled)]
