@@ -16,6 +16,7 @@ import torch
 from command import hf_cce
 from numerics import assert_all_accurate, budget
 
+from hf_cce import linear_cross_entropy
 from hf_cce.diagnostics import gradcheck as diagnostics
 
 CPU = torch.device("cpu")
@@ -34,8 +35,6 @@ def portable_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tampered(factor: float) -> Callable[..., torch.Tensor]:
-    from hf_cce import linear_cross_entropy
-
     def loss(*args: Any, **options: Any) -> torch.Tensor:
         right = linear_cross_entropy(*args, **options)
         return right.detach() + factor * (right - right.detach())

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import load_module
+import torch
+from command import ROOT, load_module
 from messages import messages
 from numerics import budget, relative_error
 
-ROOT = Path(__file__).parents[2]
+import hf_cce
+from benchmarks import report
+from hf_cce.cli.app import parser
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "notebooks/README.md", "hf_cce/patches/MODELS.md")
@@ -54,7 +58,6 @@ def stand_ins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None, one_rank: None
 ) -> dict[str, Any]:
     """Provide the names a page assumes, offline: tiny models and a tokenizer with 93 entries replace those on the hub."""
-    import torch
     import transformers
     from test_trl import tokenizer
 
@@ -98,8 +101,6 @@ def add_trl(stand_ins: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=page_id)
 def test_python_blocks_run(page: Path, stand_ins: dict[str, Any]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("the trainers would move the stand-ins to the GPU, and the blocks beside them stay on the CPU")
     text = page.read_text("utf-8")
@@ -127,8 +128,6 @@ NEEDS_GPU = ("liger_kernel", "cut_cross_entropy", "quack")
 @pytest.mark.parametrize("lines", BEFORE, ids=lambda lines: lines[0][:40])
 def test_migration_before_code_runs(lines: list[str], stand_ins: dict[str, Any]) -> None:
     """Run the "before" lines if their package is installed; for packages that need a GPU, run only the imports."""
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("the trainers would move the stand-ins to the GPU")
     code = "\n".join(lines)
@@ -160,8 +159,6 @@ def shell_of(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_parse(page: Path) -> None:
-    from hf_cce.cli.app import parser
-
     for name, arguments in re.findall(r"^hf-cce (\w+) ?([^#>\n]*)", shell_of(page.read_text("utf-8")), re.MULTILINE):
         parser().parse_args([name, *(word for word in shlex.split(arguments) if word != "--help")])  # or SystemExit
 
@@ -202,10 +199,8 @@ def test_readme_counters_are_current(stand_ins: dict[str, Any], capsys: pytest.C
 
 
 def test_options_table_is_complete() -> None:
-    from hf_cce import CCEConfig
-
     (section,) = re.findall(r"^## Options\n(.*?)^## ", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [field.name for field in fields(CCEConfig)]
+    assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == [field.name for field in fields(hf_cce.CCEConfig)]
 
 
 def test_index_lists_every_page() -> None:
@@ -217,12 +212,9 @@ def test_index_lists_every_page() -> None:
 
 @pytest.mark.parametrize("name", [page_id(page) for page in PAGES if "table: begin" in page.read_text("utf-8")])
 def test_tables_match_results(name: str) -> None:
-    from benchmarks.report import PAGES as FILLED
-    from benchmarks.report import filled
-
     text = (ROOT / name).read_text("utf-8")
-    assert name in FILLED and ("| **hf_cce** |" in text or '`"auto"`' in text)
-    assert filled(text, name) == text, "run: make docs"
+    assert name in report.PAGES and ("| **hf_cce** |" in text or '`"auto"`' in text)
+    assert report.filled(text, name) == text, "run: make docs"
     assert (
         text.count("table: begin")
         == text.count("table: end")
@@ -231,21 +223,17 @@ def test_tables_match_results(name: str) -> None:
 
 
 def test_every_result_and_table_is_documented() -> None:
-    from benchmarks.report import RESULTS, TABLES
-
     pages = "".join(path.read_text("utf-8") for path in PAGES)
-    for path in RESULTS.iterdir():
+    for path in report.RESULTS.iterdir():
         assert path.suffix == ".json" and path.name in pages, f"{path.name}: run make docs, or delete it"
         found = json.loads(path.read_text("utf-8"))
         assert isinstance(found, list) or {"date", "device"} <= set(found), path.name
-    for name in TABLES:
+    for name in report.TABLES:
         assert f"<!-- {name} table: begin" in pages, name
 
 
 def test_every_public_name_is_documented() -> None:
     """`make site` inserts the docstrings and fails on unknown names."""
-    import hf_cce
-
     text = (ROOT / "docs/reference/api.md").read_text("utf-8")
     sections = re.findall(r"^## (\w+)\n\n::: hf_cce\.(\w+)$", text, re.MULTILINE)
     assert sorted(sections) == [(name, name) for name in sorted(hf_cce.__all__)]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from command import load_module
+from command import ROOT, load_module
 
 from hf_cce import dispatch
 from hf_cce.diagnostics import notebook
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 150_000
 NEEDS = {"sft_lora": ("datasets", "peft", "trl")}

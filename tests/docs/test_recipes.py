@@ -10,10 +10,13 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from command import ROOT, environment, load_module, run
 from numerics import assert_accurate, relative_error
 
@@ -194,11 +197,6 @@ class Parsed(Exception):
 
 def test_gpu_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The flags of the recipes and of accelerate parse, and every configuration appears in a command."""
-    from accelerate.commands.launch import launch_command_parser
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        raise Parsed
-
     monkeypatch.chdir(tmp_path)
     names: set[str | None] = set()
     for command in [*commands("With your model, on GPUs"), *commands("Try it")]:
@@ -207,7 +205,7 @@ def test_gpu_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         if script in ("tiny", "log_probs"):
             continue
         recipe = load(script)
-        monkeypatch.setattr(recipe, "read_stream" if script == "pretrain" else "read_data", stop)
+        monkeypatch.setattr(recipe, "read_stream" if script == "pretrain" else "read_data", Mock(side_effect=Parsed))
         with pytest.raises(Parsed):
             recipe.main(arguments)
         if command[0] == "accelerate":
@@ -277,9 +275,6 @@ def test_log_probs_step_matches_full_logits() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_configs_have_known_keys(path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
     config = load_config_from_file(str(path))  # raises only on unknown top-level keys
     given = yaml.safe_load(path.read_text("utf-8"))
     known = {action.dest for action in launch_command_parser()._actions}

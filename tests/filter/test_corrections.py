@@ -15,6 +15,15 @@ from numerics import assert_accurate, relative_error
 from hf_cce import FilterState
 
 pytest.importorskip("triton")
+
+from hf_cce.kernels.filter import corrections
+from hf_cce.kernels.filter import run as filter_run
+from hf_cce.kernels.filter.corrections import mass_weighted_hidden
+from hf_cce.kernels.filter.run import _add_dropped_to_hidden
+from hf_cce.kernels.filter.select import DroppedMass
+from hf_cce.kernels.launch_config import padded
+from hf_cce.matmul import multiply_add
+
 BLOCK = 128 if DEVICE == "cuda" else 32
 
 
@@ -25,8 +34,6 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("v", "d", "chunk"), [(500, 40, 1 << 24), (517, 600, 1)])
 def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels.filter import corrections
-
     monkeypatch.setattr(corrections, "CENTERED_BYTES", chunk)
     g = torch.Generator().manual_seed(0)
     # The mean is ten times the deviation between rows, as in trained heads.
@@ -35,8 +42,8 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
     mass = torch.rand(tiles, generator=g).to(DEVICE)
     mass[1] = 0.0
     places = torch.randperm(v, generator=g).to(DEVICE)
-    padded = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
-    actual = corrections.dropped_covariance(weight, padded, mass, BLOCK)
+    in_tiles = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
+    actual = corrections.dropped_covariance(weight, in_tiles, mass, BLOCK)
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
         total = torch.zeros(d, d, dtype=dtype, device=DEVICE)
@@ -54,7 +61,7 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
     assert_accurate(actual, baseline, plain(torch.float64), "covariance", dtype)
     # If nothing is dropped (all labels ignored), all tiles count equally, because later steps reuse the result.
     nothing, evenly = (
-        corrections.dropped_covariance(weight, padded, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)
+        corrections.dropped_covariance(weight, in_tiles, torch.full_like(mass, x), BLOCK) for x in (0.0, 1.0)
     )
     assert evenly.any() and torch.equal(nothing, evenly)
 
@@ -63,8 +70,6 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
 @pytest.mark.parametrize(("n", "v", "d", "rank"), [(70, 500, 40, 16), (130, 517, 600, 9), (50, 100, 3, 3)])
 def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d: int, rank: int, sign: float) -> None:
     """With few directions in the hidden states, the correction is their whole second moment times the centered weight rows."""
-    from hf_cce.kernels.filter import corrections
-
     g = torch.Generator().manual_seed(0)
     hidden = (torch.randn(n, rank, generator=g) * 2.0 ** -torch.arange(rank) @ torch.randn(rank, d, generator=g)).to(
         DEVICE
@@ -73,7 +78,7 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
     tiles = -(-v // BLOCK)
     mass = (torch.rand(tiles, n, generator=g) * sign * 1e-5).to(DEVICE)
     places = torch.randperm(v, generator=g).to(DEVICE)
-    padded = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
+    in_tiles = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
         m, h = mass.to(dtype).sum(0), hidden.to(dtype)
@@ -81,17 +86,15 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
         return torch.cat([rows - rows.mean(0) for rows in weight[places].to(dtype).split(BLOCK)]) @ moment
 
     means = torch.stack([rows.mean(0) for rows in weight[places].split(BLOCK)])
-    found = corrections.make_weight_correction(hidden, weight, padded, means, mass, BLOCK)
+    found = corrections.make_weight_correction(hidden, weight, in_tiles, means, mass, BLOCK)
     assert found.row_coeffs.shape == (v, 16) and found.basis.shape == (16, d)
     # Two chained products through 16 directions: one more rounding than the reference.
     assert_accurate(found.row_coeffs @ found.basis, plain(torch.float32), plain(torch.float64), "weight correction")
-    nothing = corrections.make_weight_correction(hidden, weight, padded, means, torch.zeros_like(mass), BLOCK)
+    nothing = corrections.make_weight_correction(hidden, weight, in_tiles, means, torch.zeros_like(mass), BLOCK)
     assert not (nothing.row_coeffs @ nothing.basis).any()
 
 
 def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
-    from hf_cce.kernels.filter import corrections
-
     g = torch.Generator().manual_seed(1)
     hidden = (torch.randn(400, 64, generator=g) / torch.arange(1, 65)).to(DEVICE)
     weight = torch.randn(300, 64, generator=g).to(DEVICE)
@@ -127,8 +130,6 @@ def test_non_finite_values_do_not_affect_the_next_step(where: str) -> None:
 def gradients(
     tau: float, corrected: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], dict[str, float]]:
-    from hf_cce.kernels.filter import run as filter_run
-
     real = filter_run.plan_workspace
     with monkeypatch.context() as patch:
         patch.setattr(filter_run, "plan_workspace", lambda *a: dataclasses.replace(real(*a), corrected=corrected))
@@ -158,8 +159,6 @@ def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPa
 
 def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
     """As in plain PyTorch: the gradient of an ignored token's hidden state is zero, whatever its value."""
-    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
-
     hidden = torch.randn(40, 24, device=DEVICE)
     mass = torch.rand(3, 40, device=DEVICE)
     hidden[7], hidden[8], mass[:, 7:9] = float("nan"), float("inf"), 0.0
@@ -177,9 +176,6 @@ def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
 @pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
 def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dtype) -> None:
     """Same values transposed, zeros for the padding, and nothing written outside the output."""
-    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
-    from hf_cce.kernels.launch_config import padded
-
     hidden = torch.randn(n, d, device=DEVICE).to(dtype)
     # integers, whose sums are exact in any order
     mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
@@ -194,12 +190,6 @@ def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dty
 @pytest.mark.parametrize(("n", "d", "tiles"), [(70, 40, 9), (129, 136, 33)])
 def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: torch.dtype) -> None:
     """As accurate as one product with the means plus one with the covariance."""
-    from hf_cce.kernels.filter.corrections import mass_weighted_hidden
-    from hf_cce.kernels.filter.run import _add_dropped_to_hidden
-    from hf_cce.kernels.filter.select import DroppedMass
-    from hf_cce.kernels.launch_config import padded
-    from hf_cce.matmul import multiply_add
-
     hidden, means, covariance = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
     token_mass = torch.randint(-9, 10, (3, n), device=DEVICE).float()
     total = torch.full((n, d), float("nan"), device=DEVICE)

@@ -16,6 +16,15 @@ from torch import Tensor
 from hf_cce import FilterState
 
 pytest.importorskip("triton")
+
+from hf_cce.kernels.filter import error, order, select
+from hf_cce.kernels.filter import run as filter_run
+from hf_cce.kernels.filter.error import sample
+from hf_cce.kernels.filter.workspace import Workspace
+from hf_cce.kernels.inputs import LogitInputs
+from hf_cce.kernels.labels import label_logits
+from hf_cce.kernels.launch_config import filter_plan
+
 pytestmark = pytest.mark.usefixtures("filtered")
 SOFT = Options(0.7, 5.0, z_loss=1e-2)
 
@@ -113,8 +122,6 @@ def test_estimate_of_the_rounding_error(
     n: int, measured: int | None, options: Options, factors: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Estimate the effect of rounding logits, in float16: there the interpreter rounds like a GPU."""
-    from hf_cce.kernels.filter import error
-
     hidden, weight, labels = trained_like_inputs(n, 32, 230, torch.float16, DEVICE, seed=5 if measured else 0)
     if measured:
         monkeypatch.setattr(error, "ROUNDED_TOKENS", measured)
@@ -152,9 +159,6 @@ def test_dropped_tiles_keep_their_mass() -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_tile_by_tile(softcap: float | None, spy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With identity hidden states, the weight's gradient is the logits' gradient, so each tile can be checked."""
-    from hf_cce.kernels.filter import run as filter_run
-    from hf_cce.kernels.filter import select
-
     energies = spy(select, "_tile_energies")
     # Disable the correction of hf_cce.kernels.filter.corrections: it does not belong to a single tile.
     real = filter_run.plan_workspace
@@ -206,8 +210,6 @@ def test_tile_by_tile(softcap: float | None, spy: Any, monkeypatch: pytest.Monke
 
 @in_the_interpreter
 def test_auto_is_relative_to_the_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.kernels.filter import select
-
     seen: list[tuple[Tensor, ...]] = []
     tile_energies = select._tile_energies
 
@@ -280,8 +282,6 @@ def test_tokens_are_sorted_by_label_column(
     v: int, largest: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are sorted by column (by column block beyond the most frequent), ignored ones last; ties keep their order."""
-    from hf_cce.kernels.filter import order
-
     if largest is not None:
         monkeypatch.setattr(order, "MAX_VOCAB_16BIT_KEYS", largest)
     monkeypatch.setattr(order, "MAX_COUNTING_SORT_TOKENS", 2500 if counted else 2499)
@@ -302,10 +302,6 @@ def test_tokens_are_sorted_by_label_column(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "d", "v"), [(1, 8, 40), (70, 72, 131), (200, 600, 300)])
 def test_label_logits_kernel_also_reorders_hidden_states(n: int, d: int, v: int, dtype: torch.dtype) -> None:
-    from hf_cce.kernels.inputs import LogitInputs
-    from hf_cce.kernels.labels import label_logits
-    from hf_cce.kernels.launch_config import filter_plan
-
     (double_width, weight, _), labels = make_inputs(n, 2 * d, v, dtype, DEVICE)
     hidden, weight = double_width[:, :d], weight[:, :d].contiguous()
     g = torch.Generator().manual_seed(0)
@@ -327,9 +323,6 @@ def force_workspace(
     monkeypatch: pytest.MonkeyPatch, blocks: int | None, keep_weight: bool, tiles_per_pass: int | None
 ) -> list[Any]:
     """Force slabs of ``blocks`` column blocks and that many tiles per pass (None: one slab, one pass)."""
-    from hf_cce.kernels.filter import run as filter_run
-    from hf_cce.kernels.filter.workspace import Workspace
-
     used: list[Any] = []
 
     def plan_workspace(shape: Any, plan: Any, softcap: bool, need_weight: bool, budget: int) -> Any:
@@ -373,8 +366,6 @@ def test_passes_and_slabs_change_nothing(
 @pytest.mark.parametrize(("size", "count"), [(3000, 64), (5003, 200), (200, 5), (40, 39)])
 def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
     """Counts match their expected value to within one, and the factors make the estimated sum unbiased."""
-    from hf_cce.kernels.filter.error import sample
-
     g = torch.Generator().manual_seed(0)
     weights = torch.rand(size, generator=g) ** 8
     weights[::3] = 0.0
@@ -390,8 +381,6 @@ def test_indices_are_drawn_by_their_weights(size: int, count: int) -> None:
 
 
 def test_sampling_with_zero_nan_or_few_weights() -> None:
-    from hf_cce.kernels.filter.error import sample
-
     indices, factors = sample(torch.zeros(50, device=DEVICE), 8)
     assert (indices >= 0).all() and (indices < 50).all() and not factors.any()
     _, factors = sample(torch.tensor([1.0, float("nan"), 1.0], device=DEVICE), 2)
@@ -404,8 +393,6 @@ def test_sampling_with_zero_nan_or_few_weights() -> None:
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small budget only means more iterations."""
-    from hf_cce.kernels.filter import run as filter_run
-
     hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.float16, DEVICE)
     real, found = filter_run.plan_workspace, []
     for at_once in (60, 7):

@@ -10,6 +10,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import TrainerCallback
 
 from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import filter_state as state_module
+from hf_cce.kernels.filter import run as filter_run
 from hf_cce.kernels.filter.workspace import FilterReport
 from hf_cce.patches.causal_lm import patch_of
 
@@ -201,26 +203,17 @@ def test_the_requested_error_is_reached(counts: Counter[str], monkeypatch: pytes
     assert away[-1] < away[0] / 2 and min(away) == min(away[-2:])
 
 
-class Event:
-    """Replacement for torch.cuda.Event without a GPU; counts the waits for the copy to the host."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
 def test_pauses_while_too_much_is_kept_and_resumes() -> None:
-    state, hidden, event = FilterState(), torch.zeros(1), Event()
+    state, hidden, event = FilterState(), torch.zeros(1), Mock()
     state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
     for state._calls in range(state_module.READ_AFTER):  # read at a fixed step, however early it arrives
-        assert state.threshold(0.01, hidden) is not None and event.waits == 0
+        assert state.threshold(0.01, hidden) is not None and not event.synchronize.called
     state._calls = state_module.READ_AFTER
     paused = 0
     while state.threshold(0.01, hidden) is None:
         paused += 1
-    assert paused == state_module.PAUSE_STEPS and state._pending is None and event.waits == 1
+    assert paused == state_module.PAUSE_STEPS and state._pending is None
+    event.synchronize.assert_called_once()
     state._pending = state_module._PendingCount(torch.tensor(50), event, 100, 0)
     assert state.threshold(0.01, hidden) is not None and state._pending is None
 
@@ -234,7 +227,7 @@ def test_after_a_pause_it_measures_as_at_the_start(gradient_filter: Any) -> None
         next_tau(state, gradient_filter)
         state.report(make_report(target))
     assert not state.measure()
-    state._pending = state_module._PendingCount(torch.tensor(90), Event(), 100, 0)
+    state._pending = state_module._PendingCount(torch.tensor(90), Mock(), 100, 0)
     for _ in range(state_module.PAUSE_STEPS):
         assert state.threshold(gradient_filter, torch.zeros(1, dtype=torch.bfloat16)) is None
     before, measured = next_tau(state, gradient_filter), 0
@@ -252,7 +245,7 @@ def test_after_a_pause_it_measures_as_at_the_start(gradient_filter: Any) -> None
 def test_a_step_during_a_pause(counts: Counter[str]) -> None:
     state = FilterState()
     filtered = step(state)
-    state._pending = state_module._PendingCount(torch.tensor(99), Event(), 100, 0)
+    state._pending = state_module._PendingCount(torch.tensor(99), Mock(), 100, 0)
     exact = step(state)
     assert counts["filtered"] == counts["filtered gradients"] == 1 and sum(counts.values()) == 4
     assert state.stats()["dense"] == 1.0
@@ -355,8 +348,6 @@ def test_copies_start_without_history(how: Any, counts: Counter[str]) -> None:
 
 
 def test_nothing_is_measured_without_a_state(counts: Counter[str], spy: Any) -> None:
-    from hf_cce.kernels.filter import run as filter_run
-
     measured = spy(filter_run, "estimate_errors")
     step(None)
     assert not measured

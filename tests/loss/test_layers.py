@@ -8,12 +8,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from command import python
+from command import ROOT, python
 from public_api import current, stored
 
 import hf_cce
-
-ROOT = Path(__file__).parents[2]
 
 
 def layers() -> dict[str, set[str]]:
@@ -54,11 +52,9 @@ def imports_of(path: Path) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))
-    # __init__ imports lazily and may hold the modules' names as strings
-    if path.name == "__init__.py":
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
-                found.add(node.value)
+        # __init__ imports lazily and may hold the modules' names as strings
+        elif path.name == "__init__.py" and isinstance(node, ast.Constant) and node.value in known:
+            found.add(str(node.value))
     return {module for module in found if module.split(".")[0] in ("hf_cce", "patches")}
 
 

@@ -29,6 +29,7 @@ from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_cce import CCEConfig, dispatch, fallback, linear_cross_entropy, linear_log_probs, ops
 
@@ -80,8 +81,6 @@ def test_any_shape(n: int, d: int, v: int, options: Options, ignored: str) -> No
 
 
 def test_shift_matches_transformers() -> None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     (hidden, weight, _), labels = make_inputs(48, 32, 99, torch.float64)
     hidden, labels = hidden.view(4, 12, 32), labels.view(4, 12)
     logits = hidden @ weight.t()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from command import ROOT, environment
 from command import run as run_command
@@ -112,8 +113,6 @@ def test_no_module_shadows_a_package() -> None:
 def test_lightning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The example of docs/guides/other-trainers.md on a tiny model."""
     lightning = pytest.importorskip("lightning")
-    import transformers
-
     guide = (ROOT / "docs/guides/other-trainers.md").read_text("utf-8")
     (code,) = re.findall(r"^```py\n(import lightning.*?)^```$", guide, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ from numerics import assert_accurate
 from test_callback import build, logged, run
 from test_trainer_features import assert_same_run
 from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_cce import CCECallback, apply_cce, ops
 
@@ -111,8 +112,6 @@ def test_divergences_of_gkd_and_gold(name: str, beta: float, options: dict[str, 
 
 def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss's two terms share one forward pass and one backward pass, and leave nothing behind."""
-    from transformers.trainer_pt_utils import LabelSmoother
-
     passes: list[str] = []
     for name in ("forward", "backward"):
         original = getattr(ops._Fused, name)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from hf_cce import CCEConfig, CCEWarning, FilterState, dispatch, linear_log_prob
 from hf_cce.spec import LossSpec, WantedStats
 
 pytest.importorskip("triton")
+
+from hf_cce.kernels import backward, forward, loss
+
 AUTO = CCEConfig("auto", gradient_filter=None)
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Give the kernels of these modules tiles that Triton rejects: 24 columns are not a power of two."""
-    from hf_cce.kernels import backward, forward, loss
 
     def choose(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
         """Choose as for 16-bit dtypes on a GPU; elsewhere "auto" uses no kernels."""
@@ -111,10 +114,7 @@ def test_the_step_after_any_other_failure_is_correct(
     config = CCEConfig("auto", gradient_filter=KEEPS_ALL if strategy == "filtered" else None)
     loss = fused_loss(config, FilterState())
 
-    def failing(*args: Any, **options: Any) -> Any:
-        raise error(28, "No space left on device")
-
-    monkeypatch.setattr(module, function, failing)
+    monkeypatch.setattr(module, function, Mock(side_effect=error(28, "No space left on device")))
     with pytest.raises(error, match="No space left"):
         loss_and_gradients(loss, inputs, labels, PLAIN, dtype)
     monkeypatch.setattr(module, function, real)

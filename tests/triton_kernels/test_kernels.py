@@ -36,6 +36,9 @@ from numerics import assert_accurate, assert_all_accurate
 from hf_cce import CCEConfig, dispatch, linear_cross_entropy, linear_log_probs
 
 pytest.importorskip("triton")
+
+from hf_cce.kernels import backward, forward
+
 CUDA = DEVICE == "cuda"
 TRITON = CCEConfig(implementation="triton")
 # The interpreter truncates to bfloat16 where a GPU rounds, so bfloat16 gradients are checked on GPUs only.
@@ -113,8 +116,6 @@ def test_small_budgets_change_only_the_order_of_summation(
     options: Options, strategy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small budget leads to slabs of the vocabulary, groups of tokens, or two passes."""
-    from hf_cce.kernels import backward, forward
-
     monkeypatch.setattr(CCEConfig, "__post_init__", lambda self: None)
     # "any": chosen by thresholds and budget
     counts = count_strategies(monkeypatch) if strategy == "any" else force_strategy(monkeypatch, strategy)

@@ -18,6 +18,10 @@ from hf_cce.strategies import Exact, Filtered, Strategy
 
 pytest.importorskip("triton")
 
+from hf_cce.kernels.exp_cache import plan_cache
+from hf_cce.kernels.inputs import Shape
+from hf_cce.kernels.token_groups import group_size
+
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +80,6 @@ def test_saved_tensors_without_a_filter_fit_the_budget(
 
 
 def test_the_cache_is_not_wider_than_the_vocabulary() -> None:
-    from hf_cce.kernels.exp_cache import plan_cache
-    from hf_cce.kernels.inputs import Shape
-
     shape = Shape(2000, 64, 157, torch.bfloat16)
     plans = [plan_cache(shape, 5, 32, 32, False, budget) for budget in range(900_000, 1_400_000, 10_000)]
     assert {sum(plan) for plan in plans if plan} == {128, 157}
@@ -89,9 +90,6 @@ def test_the_cache_is_not_wider_than_the_vocabulary() -> None:
 )  # fmt: skip
 @example(n=39_088, d=8192, v=36_000, budget=2918 * MIB)  # the sum of dh takes more than the buffer of dW saves
 def test_the_buffer_of_dw_costs_neither_columns_nor_memory(n: int, d: int, v: int, budget: int) -> None:
-    from hf_cce.kernels.exp_cache import plan_cache
-    from hf_cce.kernels.inputs import Shape
-
     shape, tiles = Shape(n, d, v, torch.bfloat16), -(-v // 256)
     plan, scratch_only = (plan_cache(shape, tiles, 256, 512, allowed, budget) for allowed in (True, False))
     assert (plan is None) == (scratch_only is None)
@@ -103,9 +101,6 @@ def test_the_buffer_of_dw_costs_neither_columns_nor_memory(n: int, d: int, v: in
 
 
 def test_groups_need_dh_and_no_bias_gradient() -> None:
-    from hf_cce.kernels.inputs import Shape
-    from hf_cce.kernels.token_groups import group_size
-
     shape, yes, no = Shape(8192, 1024, 49_152, torch.bfloat16), True, False
     sizes = {needs: group_size(shape, 384, 128, needs, 0, 1280 * MIB) for needs in product((yes, no), repeat=3)}
     assert {needs for needs, size in sizes.items() if size} == {(yes, yes, no), (yes, no, no)}

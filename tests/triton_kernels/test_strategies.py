@@ -30,6 +30,9 @@ from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
 
+from hf_cce.kernels import loss as kernel_loss
+from hf_cce.kernels.exp_products import label_addends
+
 
 @pytest.mark.parametrize(
     ("strategy", "reduction"),
@@ -167,8 +170,6 @@ def test_many_tokens_with_the_same_label(strategy: str, forced: Counter[str]) ->
 
 def test_ignored_tokens_are_not_added_to_a_label() -> None:
     """Thousands of them, with the label 3 here, would otherwise keep one program busy."""
-    from hf_cce.kernels.exp_products import label_addends
-
     addends = label_addends(torch.tensor([3, -100, 3, 5, 3]), torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0]), 99)
     assert addends.starts[:2].tolist() == [3, 5] and addends.entries[3:].tolist() == [1.0, 2.0]
 
@@ -300,9 +301,7 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     force_strategy(monkeypatch, "partial_exp_cache")
     if DEVICE == "cuda":  # larger tiles need a larger dW buffer
         n, d, v = 16 * n, max(d, 320), 16 * v
-    from hf_cce.kernels import loss as module
-
-    plans = spy(module, "plan_cache")
+    plans = spy(kernel_loss, "plan_cache")
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     labels[:2] = torch.tensor([8, v - 1])
     weight[7] = weight[8] = 0.0
