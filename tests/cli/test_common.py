@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import hf_cce
+from command import ROOT, hf_cce
 
 from hf_cce import CCEConfig, apply_cce, supported_models
 from hf_cce.cli import app
@@ -15,7 +15,6 @@ from hf_cce.cli.common import size
 from hf_cce.diagnostics import demo, gradcheck
 from hf_cce.patches.refused import REFUSED
 
-ROOT = Path(__file__).parents[2]
 SIZES = ["--tokens", "16", "--hidden-size", "8", "--vocab-size", "40"]
 QUICK = {
     "gradcheck": ["--dtype", "float32", "--device", "cpu"], "check": ["llama"], "bench": ["--device", "cpu", *SIZES],

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from command import ROOT, environment, hf_cce, run
 from test_gradcheck import tampered
 
 from hf_cce import CCEConfig
-from hf_cce.diagnostics import doctor, gradcheck, machine
+from hf_cce.diagnostics import check, doctor, gradcheck, machine
 
 CPU = torch.device("cpu")
 command = partial(hf_cce, "doctor")
@@ -58,17 +58,13 @@ def test_wrong_gradients_fail_self_test(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_kernel_compile_failure_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **options: Any) -> torch.Tensor:
-        raise SyntaxError("the compiler gave up\nat line 3")
-
+    broken = Mock(side_effect=SyntaxError("the compiler gave up\nat line 3"))
     monkeypatch.setattr(gradcheck, "linear_cross_entropy", broken)
     choices, check = doctor.self_test(CPU)
     assert not choices and check.status == doctor.WRONG and check.found == "SyntaxError: the compiler gave up"
 
 
 def test_unfused_model_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_cce.diagnostics import check
-
     assert doctor._model().status == doctor.OK
     right = check.check
     monkeypatch.setattr(check, "check", lambda model: right(model) | {"saves": False})

@@ -10,6 +10,7 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,10 +212,7 @@ def test_folder_file_and_json(tmp_path: Path) -> None:
 
 def test_given_memory_is_used_without_a_look_at_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU in exclusive mode that another process uses raises when its properties are read."""
-
-    def busy(index: int) -> None:
-        raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
-
+    busy = Mock(side_effect=RuntimeError("CUDA-capable device(s) is/are busy or unavailable"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
     assert command("smollm2-135m", "--gpu-memory", "24").exit_code == 0

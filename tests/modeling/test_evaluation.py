@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_batch_with_all_labels_ignored(tmp_path: Path) -> None:
 def test_head_is_correct_after_interrupted_evaluation(tmp_path: Path) -> None:
     """torch runs no hook after Ctrl-C: the head keeps deferring until the model is patched again, with correct results."""
     trainer = build(tmp_path, CCECallback())
-    trainer.model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)
+    trainer.model.loss_function = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
     hidden_states, head = torch.randn(1, 32), trainer.model.lm_head
@@ -87,12 +88,8 @@ def test_nan_stays_out_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FilterState, "stats", lambda self: found)
     trainer = build(tmp_path, CCECallback(details=True), save_strategy="steps", save_steps=1)
     trainer.train()
-
-    def refuse(word: str) -> Any:
-        raise ValueError(word)
-
     written = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text("utf-8")
-    logged = json.loads(written, parse_constant=refuse)["log_history"]
+    logged = json.loads(written, parse_constant=Mock(side_effect=ValueError))["log_history"]
     assert [row["cce/kept"] for row in logged if "loss" in row] == [0.25] * 3 and "cce/weight_error" not in written
 
 

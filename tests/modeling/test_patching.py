@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -196,17 +197,13 @@ def test_exception_leaves_module_state_unchanged(training: bool) -> None:
     with pytest.raises(ValueError, match=r"labels|shape|size"):
         model(input_ids=batch()["input_ids"], labels=batch()["labels"][:, :5])
     assert module_state(model) == untouched
-    model.loss_function = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)  # torch runs no hook after an interrupt
+    model.loss_function = Mock(side_effect=KeyboardInterrupt)  # torch runs no hook after an interrupt
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
     del model._loss_function
     model.eval()
     assert isinstance(model(**batch()).logits, torch.Tensor)
     assert module_state(apply_cce(model)) == untouched
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("first", ["around", "inside"])
@@ -225,7 +222,7 @@ def test_patched_model_inside_patched_model(first: str) -> None:
     assert_fused(patched, calls=2)
     assert stats(patched.language_model).calls == 0
     untouched = module_state(patched)
-    interrupting = patched.get_output_embeddings().register_forward_pre_hook(_interrupt)
+    interrupting = patched.get_output_embeddings().register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # torch runs no hook after an interrupt
         patched(**inputs)
     interrupting.remove()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -432,11 +433,7 @@ def test_unpatched_models_are_unaffected(tuner: str) -> None:
 def test_interrupted_forward_leaves_module_state_unchanged(tuner: str) -> None:
     patched = build(TUNERS[tuner], "peft")
     before = module_state(patched)
-
-    def raising(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = patched.get_base_model().model.norm.register_forward_hook(raising)
+    handle = patched.get_base_model().model.norm.register_forward_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         patched(**batch())
     handle.remove()

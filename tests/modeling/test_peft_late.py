@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command import python
@@ -140,9 +141,7 @@ def test_late_imported_tuner(how: str, tuner: str, results: Path) -> None:
 
 
 def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(peft_tuner, "version", version)
+    missing = importlib.metadata.PackageNotFoundError("peft")
+    monkeypatch.setattr(peft_tuner, "version", Mock(side_effect=missing))
     monkeypatch.setattr(peft_tuner, "import_module", lambda name: pytest.fail(f"imported {name}"))
     apply_cce(tiny_llama())

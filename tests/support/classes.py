@@ -1,14 +1,12 @@
 """Generate the table of all classes in patches/MODELS.md.
 
-    python -m tests.support.classes           # print stale rows
-    python -m tests.support.classes --write   # rewrite the table
+    python -m tests.support.classes --write
 
 The table states what ``hf_cce.families`` says of each class and what ``tests/modeling/test_all_classes.py`` tests.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -71,15 +69,5 @@ def stale() -> list[str]:
     return lacking or (["a row of a class that Transformers does not have"] if text != fresh else [])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write it anew")
-    if parser.parse_args().write:
-        PAGE.write_text(page(), "utf-8")
-    wrong = stale()
-    print(*wrong, sep="\n", file=sys.stderr)
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    PAGE.write_text(page(), "utf-8")

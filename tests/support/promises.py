@@ -80,13 +80,10 @@ def _inline(text: str) -> str:
     return " ".join(text.split())
 
 
-def generated_parts() -> list[tuple[str, str]]:
-    return [("Random cases", random_cases()), ("Supported versions", versions()), ("Mutants", mutants())]
-
-
 def page() -> str:
     text = PAGE.read_text("utf-8")
-    for title, part in generated_parts():
+    parts = {"Random cases": random_cases(), "Supported versions": versions(), "Mutants": mutants()}
+    for title, part in parts.items():
         head, _, rest = text.partition(f"## {title}\n")
         text = f"{head}## {title}\n\n{part}\n\n##{rest.partition(chr(10) + '##')[2]}"
     return text

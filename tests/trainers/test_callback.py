@@ -110,13 +110,7 @@ class SecondaryProcess(TrainerCallback):
     ids=["shown", "no progress", "not the main process", "logged", "silenced"],
 )
 def test_message_is_printed_once_per_run(
-    level: int,
-    options: dict[str, Any],
-    others: list[Any],
-    times: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    level: int, options: Any, others: Any, times: int, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = build(tmp_path, CCECallback(), *others, **{"disable_tqdm": False, **options})
     with caplog.at_level(level, "hf_cce"):
