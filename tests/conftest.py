@@ -64,9 +64,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture
 def device(implementation: str) -> str:
     """Return the device to test an implementation on. Kernels run on a GPU if there is one, else in Triton's interpreter."""
-    if implementation == "triton":
+    by_kernels = implementation.startswith("triton")
+    if by_kernels:
         pytest.importorskip("triton")
-    return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+    return "cuda" if by_kernels and torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,8 @@ IMPLEMENTATIONS_AND_DTYPES = [
         for name in ("rows", "slabs")
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     ),
-    *((name, dtype) for name in ("triton", "row kernel") for dtype in (torch.float32, torch.float16)),
-    *(pytest.param(name, torch.bfloat16, marks=pytest.mark.gpu) for name in ("triton", "row kernel")),
+    *((name, dtype) for name in ("triton", "triton rows") for dtype in (torch.float32, torch.float16)),
+    *(pytest.param(name, torch.bfloat16, marks=pytest.mark.gpu) for name in ("triton", "triton rows")),
 ]
 
 
@@ -64,7 +64,7 @@ def form(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["rows", "slabs", "triton", "row kernel"])
+@pytest.fixture(params=["rows", "slabs", "triton", "triton rows"])
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -75,9 +75,9 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     if implementation != "slabs":
         for name in ("_mixture_sums", "_slab_gradient"):
             monkeypatch.setattr(divergence_passes, name, None)
-    if implementation in ("rows", "row kernel"):  # several blocks of tokens
+    if implementation in ("rows", "triton rows"):  # several blocks of tokens
         monkeypatch.setattr(divergence_rows, "tokens_per_block", lambda *_: 16)
-    if implementation == "row kernel":
+    if implementation == "triton rows":
         monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
     if implementation == "rows":  # and several chunks in each
@@ -87,8 +87,8 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    by_kernels = implementation in ("triton", "row kernel")
-    yield CCEConfig("triton" if by_kernels else "portable", "1GiB" if implementation == "row kernel" else "auto")
+    by_kernels = implementation in ("triton", "triton rows")
+    yield CCEConfig("triton" if by_kernels else "portable", "1GiB" if implementation == "triton rows" else "auto")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 

@@ -401,7 +401,7 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
             log_prob(z.flatten(0, 1).split(S)[1], V - 1 - INDEX[1]),
         ], 2,
     ),
-    "logsumexp, then single logits": (lambda z: [z.logsumexp(-1), z.gather(-1, INDEX[..., None])], 1),
+    "logsumexp, then single logits": (lambda z: [z.logsumexp(-1), z.gather(-1, INDEX[..., None].to(z.device))], 1),
     "one row": (lambda z: [log_prob(next(iter(z)), INDEX[0])], 1),
     "another_bias": (another_bias, 1),
 }  # fmt: skip

@@ -7,6 +7,7 @@ argument types need not be listed. Use only in a process of its own, without TRI
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from hf_cce import divergence_passes as passes
-from hf_cce import strategies
+from hf_cce import divergence_rows, strategies
 from hf_cce.config import MIB
 from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
@@ -44,6 +45,7 @@ def pretend(arch: int, launch: Launch) -> None:
     torch.cuda.get_device_capability = lambda *_: divmod(arch, 10)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
     launch_config.is_hopper_validated = lambda: True
+    divergence_rows.tokens_per_block = lambda n, *_: n  # the blocks of a CPU do not start at aligned addresses
 
     def find(self: Kernel, grid: Any, args: Any, constants: dict[str, Any]) -> Any:
         function = self.function
@@ -105,6 +107,7 @@ def divergence_step(student: passes.Head, teacher: passes.Head, beta: float) -> 
     n = student.hidden.shape[0]
     tokens = passes.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
     spec = passes.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True)
+    divergence_rows.divergence_of_rows(student, teacher, tokens, replace(spec, keeps_logits=True), 1.0)
     *_, rows = passes.row_stats(student, teacher, tokens, spec)
     grads = passes.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
     passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)
