@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-oldest test-compile test-newest test-places test-hopper test-quantized test-gpu mutants style quality types examples notebooks docs site build clean
+.PHONY: help install demo test test-slow test-oldest test-compile test-newest test-places test-hopper test-quantized test-lm-eval test-gpu mutants style quality types examples notebooks docs site build clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -98,6 +98,10 @@ test-hopper: $(VENV)/.dev  ## check that the Hopper kernels compile correctly wi
 test-quantized: $(VENV)/.dev  ## test heads quantized by bitsandbytes and torchao
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized "bitsandbytes>=0.50" "torchao>=0.18"
 	PYTHONPATH=$(abspath $(VENV))/quantized $(BIN)/python -m pytest -n $(JOBS) tests/modeling/test_quantized_heads.py $(PYTEST_ARGS)
+
+test-lm-eval: $(VENV)/.dev  ## test the model of lm-evaluation-harness with its release
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/lm_eval "lm-eval==0.4.13"
+	PYTHONPATH=$(abspath $(VENV))/lm_eval $(BIN)/python -m pytest tests/trainers/test_lm_eval.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev  ## run only the tests that need a GPU, sequentially
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

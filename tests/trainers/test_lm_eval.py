@@ -14,7 +14,7 @@ from models import logits_made, tiny_llama
 from numerics import assert_accurate
 from test_trl import WORDS, text, tokenizer
 
-pytest.importorskip("lm_eval", reason="no part of the environment: pip install lm-eval==0.4.13")
+pytest.importorskip("lm_eval", reason="not part of the environment: make test-lm-eval")
 ROWS = 12
 
 
