@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import DEVICE, dtype_for, force_strategy, in_the_interpreter, trained_like_inputs
+from forced_strategies import BFLOAT16, DEVICE, dtype_for, force_strategy, in_the_interpreter, trained_like_inputs
 from losses import Options, fused_step, plain_step
 from numerics import assert_accurate, relative_error
 
@@ -27,8 +27,7 @@ from hf_cce.matmul import multiply_add
 BLOCK = 128 if DEVICE == "cuda" else 32
 
 
-# Triton's interpreter truncates to bfloat16, a GPU rounds.
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, BFLOAT16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,6 +28,7 @@ from divergences import (
     teacher_logits,
     top_k,
 )
+from forced_strategies import BFLOAT16
 from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
 
@@ -41,15 +42,10 @@ def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> 
 
 
 FORMS = ("head", "logits", "lump", "renormalize")
-# Triton's interpreter truncates to bfloat16 where a GPU rounds, so the kernels' bfloat16 gradients are checked on GPUs only.
 IMPLEMENTATIONS_AND_DTYPES = [
-    *(
-        (name, dtype)
-        for name in ("rows", "slabs")
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    ),
-    *((name, dtype) for name in ("triton", "triton rows") for dtype in (torch.float32, torch.float16)),
-    *(pytest.param(name, torch.bfloat16, marks=pytest.mark.gpu) for name in ("triton", "triton rows")),
+    *((name, dtype) for name in ("rows", "slabs") for dtype in (torch.float64, torch.bfloat16)),
+    *((name, dtype) for name in ("rows", "slabs", "triton", "triton rows") for dtype in (torch.float32, torch.float16)),
+    *(pytest.param(name, *BFLOAT16.values, marks=BFLOAT16.marks) for name in ("triton", "triton rows")),
 ]
 
 

@@ -25,6 +25,8 @@ STRATEGIES = (
 )  # fmt: skip
 PRODUCT_STRATEGIES = ("exp_products", "token_groups")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Tests of bfloat16 run in the interpreter, and on a GPU they are among those that need one.
+BFLOAT16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu] if DEVICE == "cuda" else [])
 in_the_interpreter = pytest.mark.skipif(
     DEVICE == "cuda", reason="a GPU filters only bfloat16, and its tiles are larger than these inputs"
 )

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from forced_strategies import (
+    BFLOAT16,
     DEVICE,
     STRATEGIES,
     applies,
@@ -41,8 +42,7 @@ from hf_cce.kernels import backward, forward
 
 CUDA = DEVICE == "cuda"
 TRITON = CCEConfig(implementation="triton")
-# The interpreter truncates to bfloat16 where a GPU rounds, so bfloat16 gradients are checked on GPUs only.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+DTYPES = [torch.float32, torch.float16, BFLOAT16]
 
 
 # All options of the scalar loss at once, for every strategy except the filter's, which has no bias gradient; see test_filter.py.
