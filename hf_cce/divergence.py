@@ -201,12 +201,10 @@ class Divergence(torch.autograd.Function):
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.gather(grad[:, None])[:, 0].contiguous()
         wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
-        kept, ctx.kept = ctx.kept, None
         with compute_context(student.hidden):
             if spec.keeps_logits:
-                if kept is None:  # a second backward pass
-                    kept = divergence_of_rows(s, t, tokens, spec, factor)[2]
-                assert kept is not None
+                kept: Any = ctx.kept or divergence_of_rows(s, t, tokens, spec, factor)[2]
+                ctx.kept = None  # a second backward pass computes it again
                 grads = gradients_of_rows(kept, s, grad, wanted)
             else:
                 grads = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
@@ -245,9 +243,8 @@ def _divergences(
     """Return (divergence [N], student entropy [N] or None). ``factor``: a scalar that upstream gradients contain."""
     hidden, weight, *_ = student
     assert weight is not None
-    choose_implementation(
-        hidden.device, hidden.dtype, config.implementation
-    )  # raises if kernels are required, but cannot run
+    # Raises if kernels are required, but cannot run.
+    choose_implementation(hidden.device, hidden.dtype, config.implementation)
     top_k = isinstance(teacher, TeacherTopK)
     kernels = isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
@@ -255,7 +252,14 @@ def _divergences(
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, kernels, top_k, trains))
     upstream = factor if trains else None
     if isinstance(teacher, TeacherTopK):
-        return _top_k_divergence(student, teacher, mask, spec, upstream), None
+        log_p = teacher.log_probs.to(accumulation_dtype(hidden.dtype))
+        if mask is not None:  # NaN in an excluded token must not propagate
+            hidden = torch.where(mask[:, None], hidden, 0)
+            log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
+        given, lump = (teacher.ids, log_p), teacher.tail == "lump"
+        found = TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, upstream)
+        # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
+        return found if mask is None else torch.where(mask, found, 0), None
     tokens = Tokens.of(mask, len(hidden), hidden.device)
     found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, upstream)
     return found, entropies if entropy else None
@@ -297,20 +301,6 @@ def _prepare_teacher(
         )
     checks.check_tokens(f"teacher {name}", found.hidden, shape[:-1], "student_hidden", student_hidden)
     return found
-
-
-def _top_k_divergence(
-    student: Head, teacher: TeacherTopK, mask: Tensor | None, spec: DivergenceSpec, factor: Tensor | float | None
-) -> Tensor:
-    """Return the divergence of each token [N] from a top-k teacher."""
-    hidden, log_p = student.hidden, teacher.log_probs.to(accumulation_dtype(student.hidden.dtype))
-    if mask is not None:  # NaN in an excluded token must not propagate
-        hidden = torch.where(mask[:, None], hidden, 0)
-        log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
-    given, lump = (teacher.ids, log_p), teacher.tail == "lump"
-    found = TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, factor)
-    # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
-    return found if mask is None else torch.where(mask, found, 0)
 
 
 def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:

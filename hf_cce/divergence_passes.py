@@ -178,9 +178,8 @@ def row_stats(
     """Return the divergence of each row [N], the student's entropy (empty if not requested), and ``rows`` of ``gradients``."""
     n, column_bytes = student.hidden.shape[0], portable_column_bytes(student, teacher)
     if spec.triton:  # the statistics of a tile and two copies, which folding makes
-        column_bytes = -(
-            -12 * (2 + spec.kl + spec.entropy) * n // divergence_kernels().pair_plan(student, teacher).block_n
-        )
+        block_n = divergence_kernels().pair_plan(student, teacher).block_n
+        column_bytes = -(-12 * (2 + spec.kl + spec.entropy) * n // block_n)
     column_bytes += _copied_bytes(teacher, tokens)
     slabs, means = make_slabs(student, spec, column_bytes), list[Tensor]()
     if spec.triton and not spec.kl:

@@ -3,8 +3,6 @@
 PyTorch multiplies. With the whole vocabulary at hand, one pass over blocks of tokens computes the divergence and overwrites the
 kept logits with its gradient, in one kernel or in PyTorch. The backward pass only multiplies: as many products as full logits
 need, in a fraction of their memory. This is the fastest way if the memory budget has room for these logits.
-
-Legend: N tokens, D hidden size, V vocabulary; β as in ``hf_cce.divergence_passes``.
 """
 
 from __future__ import annotations
@@ -16,17 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_passes import (
-    DivergenceSpec,
-    Head,
-    HeadGrads,
-    Tokens,
-    WantedGrads,
-    log_mixture,
-)
-from hf_cce.divergence_passes import (
-    expectation as expectation,  # for hf_cce.divergence_topk
-)
+from hf_cce.divergence_passes import DivergenceSpec, Head, HeadGrads, Tokens, WantedGrads, expectation, log_mixture
 from hf_cce.fallback import (
     CHUNK_BYTES_CPU,
     chunks,
@@ -67,12 +55,9 @@ def divergence_of_rows(
     if dtype == torch.float64 and teacher.weight is not None:
         bias = None if teacher.bias is None else teacher.bias.to(dtype)
         teacher = teacher._replace(hidden=teacher.hidden.to(dtype), weight=teacher.weight.to(dtype), bias=bias)
-    divergence, entropy = (
-        torch.empty(n if each else 0, dtype=acc_dtype, device=hidden.device) for each in (True, spec.entropy)
-    )
-    kept = None
-    if factor is not None:
-        kept = kept_gradient(student, factor, spec.beta)
+    divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
+    entropy = divergence.new_empty(n if spec.entropy else 0)
+    kept = None if factor is None else kept_gradient(student, factor, spec.beta)
     # Given logits may be −inf, and a bias.
     infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
     copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
@@ -162,15 +147,13 @@ def _divergence_and_gradient(
 
 
 def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``.
+
+    Those of vocabulary entries that were left out are zeros.
+    """
     assert student.weight is not None
     factors = split_factors(student.hidden.dtype, grad / kept.scale)
-    found = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors)
-    return with_rows(found, wanted.rows)
-
-
-def with_rows(grads: HeadGrads, rows: int) -> HeadGrads:
-    """Append zeros to the gradients of weight and bias, for vocabulary entries that were left out."""
-    hidden, weight, bias = grads
-    weight = weight if weight is None or len(weight) == rows else F.pad(weight, (0, 0, 0, rows - len(weight)))
-    return hidden, weight, bias if bias is None or len(bias) == rows else F.pad(bias, (0, rows - len(bias)))
+    hidden, weight, bias = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors)
+    left_out = wanted.rows - len(student.weight)
+    weight = F.pad(weight, (0, 0, 0, left_out)) if weight is not None and left_out else weight
+    return hidden, weight, F.pad(bias, (0, left_out)) if bias is not None and left_out else bias

@@ -6,8 +6,7 @@ position. Both are computed in the forward pass, for an upstream gradient of one
 logits are kept until the backward pass. If the memory budget has no room for them, the backward pass recomputes them, one slab of
 the vocabulary at a time.
 
-Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature, p = softmax(z); β as in
-``hf_cce.divergence_passes``.
+Legend: as in ``hf_cce.divergence_passes``.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from hf_cce.divergence_passes import (
     DivergenceSpec,
     Head,
     WantedGrads,
+    expectation,
     head_gradients,
     log_mixture,
     portable_column_bytes,
     refuse_second_derivative,
 )
-from hf_cce.divergence_rows import KeptGradient, expectation, gradients_of_rows, kept_gradient, logits_of, row_chunks
+from hf_cce.divergence_rows import KeptGradient, gradients_of_rows, kept_gradient, logits_of, row_chunks
 from hf_cce.fallback import tokens_per_block
 from hf_cce.ops import compute_context
 from hf_cce.reference import fp16_unit
@@ -135,12 +135,10 @@ class TopKDivergence(torch.autograd.Function):
         form, lump, spec, factor = ctx.rest
         teacher = ctx.teacher or (ids, log_p)
         student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
-        kept, ctx.kept = ctx.kept, None
         with compute_context(hidden):
             if spec.keeps_logits:
-                if kept is None:  # a second backward pass
-                    kept = _of_all_logits(student, teacher, lump, spec, factor)[1]
-                assert kept is not None
+                kept: Any = ctx.kept or _of_all_logits(student, teacher, lump, spec, factor)[1]
+                ctx.kept = None  # a second backward pass computes it again
                 grads = gradients_of_rows(kept, student, grad, wanted)
             else:
                 grads = _gradients_by_slabs(student, teacher, rows, grad[:, None], spec, wanted)
