@@ -190,7 +190,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
             # Without gradients, reading the head again for each block takes a large part of the time.
             least = max(least, min(BYTES_PER_LOGIT * logits // 3, 1 << 30))
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
-        # At most what full logits take, or fallback.one_block: all logits in the inputs' dtype, without the accumulator.
+        # At most what full logits take, or fallback.token_losses: all logits in the inputs' dtype, without the accumulator.
         one_block = p.dtype.itemsize * logits + min(CHUNK_BYTES, head)
         return max(spec.memory_budget, min(wanted, max(BYTES_PER_LOGIT * logits - head, one_block)))
     if strategy == "exact":
@@ -382,9 +382,7 @@ def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
 
 
 def _build_strategy(strategy: str, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
-    budget = _budget(p, spec, strategy)
-    if budget != spec.memory_budget:
-        spec = spec._replace(memory_budget=budget)
+    spec = spec._replace(memory_budget=_budget(p, spec, strategy))
     kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
     # Only the kernels run "exact", only PyTorch recomputes.
     triton = strategy == "exact" or (strategy != "recompute" and runs_kernels(p.device, p.dtype, spec.implementation))

@@ -2,7 +2,7 @@
 
 The gradient of a token's loss is computed while its logits exist, up to a factor that the backward pass applies:
 
-- ``one_block`` and ``token_losses``: the logits of all tokens, in the inputs' dtype, are overwritten with their gradient. The
+- ``token_losses``: the logits of all tokens, in the inputs' dtype, are overwritten with their gradient. The
   factor may differ by token.
 - ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. The factor is one number.
 
@@ -40,7 +40,7 @@ FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
-    """Return True if ``one_block`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
+    """Return True if ``token_losses`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
     room = memory_budget - min(CHUNK_BYTES, memory_budget // 2)
     if on_cpu:
         room = min(memory_budget // 2, max(ONE_BLOCK_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
@@ -232,14 +232,6 @@ def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float, e
     return torch.where(factor > 0, torch.frexp(factor).mantissa, 1.0) * scale
 
 
-def one_block(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
-    """Return (factor · Σ loss, lse [N], factor, logits' gradient), with the logits of all tokens at once."""
-    losses, lse, factor, grads = token_losses(x, spec, make_factor)
-    return losses.sum() * factor, lse, factor, grads
-
-
 def token_losses(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
@@ -299,7 +291,7 @@ class GradSums:
 def token_blocks(
     x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients | None = None
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
-    """Return (factor · Σ loss, lse [N], factor, sums), from blocks of tokens with the whole vocabulary."""
+    """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``."""
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
@@ -344,7 +336,7 @@ def token_blocks(
                 multiply_add(sums.rest, z[:, fit:].t(), h)
         if sums.bias is not None:
             sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
-    return losses.sum() * factor, put_rows(lse, chosen, len(x.labels)), factor, sums
+    return losses, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 
 def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:

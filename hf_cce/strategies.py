@@ -129,7 +129,6 @@ def warm_up(strategy: Strategy, x: Inputs) -> None:
 
 
 def run_on_meta(strategy: Strategy, x: Inputs) -> None:
-    """Run a forward and a backward pass on meta tensors."""
     needs = strategy.spec.needs
     outputs, saved = strategy.forward(x)
     non_differentiable = strategy.non_differentiable_outputs(outputs)
@@ -179,13 +178,9 @@ class Strategy:
 
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
         """Convert upstream gradients to gradients of the statistics, as ``recompute`` takes them."""
-        return self.loss_grads(saved, upstream, saved.in_token_order())
-
-    def loss_grads(self, saved: Saved, upstream: Upstream, lse: Tensor) -> TokenGrads:
-        """Return the gradients of the statistics for a scalar loss, in the order of ``lse``."""
         grad, factor = upstream[0], saved.factor
         assert grad is not None and factor is not None
-        return TokenGrads.of_loss(grad, factor, lse, self.spec)
+        return TokenGrads.of_loss(grad, factor, saved.in_token_order(), self.spec)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
@@ -269,12 +264,12 @@ class OnePass(Strategy):
         # On a CPU, blocks of float32 logits are faster, because they stay in its cache. Their result, dW, takes more memory
         # than the logits of fewer tokens than D; a loop over losses would keep one dW for each.
         one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION and n > d)
-        loop: Any = fallback.one_block if one else fallback.token_blocks
+        loop: Any = fallback.token_losses if one else fallback.token_blocks
         if self.triton:
             loop, options = fallback.token_blocks, [kernels_module().logits_to_gradients]
         # The factor is a callback, so that a GPU gets its first GEMM before the host checks the labels.
-        loss, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)), *options)
-        return (loss,), Saved(lse, factor=factor)
+        losses, lse, factor, self.cache = loop(x, spec, lambda: self.factor(x).to(accumulation_dtype(dtype)), *options)
+        return (losses.sum() * factor,), Saved(lse, factor=factor)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         assert upstream[0] is not None
@@ -390,8 +385,8 @@ class Filtered(Strategy):
         return grad_hidden, grad_weight, None
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
-        """Convert upstream gradients to gradients of the statistics, in the row order of the filter."""
-        return self.loss_grads(saved, upstream, cache.lse)
+        """Convert upstream gradients to gradients of the statistics, in the row order of the filter, as is ``saved.lse``."""
+        return self.token_grads(saved._replace(tokens=None), upstream)
 
     def warm_up_strategies(self) -> list[Strategy]:
         found = self.unfiltered.warm_up_strategies()
