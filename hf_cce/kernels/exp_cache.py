@@ -10,6 +10,7 @@ cached in scratch memory for hf_cce.kernels.exp_products, or, in hf_cce.kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
+from hf_cce.kernels.forward import combine, tile_stats
+from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape, TileStats
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import ceil_div, empty_slab, padded
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope
 from hf_cce.matmul import ALIGNED
@@ -180,7 +182,7 @@ def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
 
 
 def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> ExpCache:
-    """Allocate the buffers of the cache; ``tile_stats`` fills them."""
+    """Allocate the buffers of the cache."""
     n, d, v, _ = inputs.shape
     first = plan.in_dw_buffer
     rest = Slab(first, min(v, first + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
@@ -191,6 +193,24 @@ def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> 
     start = (v * d - n * first) // 16 * 16
     in_dw_buffer = grad_weight.view(-1)[start : start + n * first].view(n, first)
     return ExpCache([Slab(0, first, in_dw_buffer), rest], label, grad_weight)
+
+
+def fill_cache(
+    inputs: LogitInputs,
+    slabs: Sequence[Slab],  # their values are written
+    label: LabelLogits,
+    lse: Tensor,  # [N], written
+    plan: Plan,
+) -> None:
+    """Compute the exponentials to cache, and the logsumexp of each token."""
+    n, _, v, _ = inputs.shape
+    stride = padded(n)
+    tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
+    ends = [*(slab.start for slab in slabs[1:]), v]
+    for slab, end in zip(slabs, ends, strict=True):
+        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n * stride :])
+        tile_stats(inputs.columns(slab.start, end), slab_tiles, label, plan, slab.start, slab.values)
+    combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 
 def exp_factors(

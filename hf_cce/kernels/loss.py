@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import ExpCache, Slab, allocate_cache, plan_cache
+from hf_cce.kernels.exp_cache import ExpCache, allocate_cache, fill_cache, plan_cache
 from hf_cce.kernels.exp_products import pays_and_fits
-from hf_cce.kernels.forward import combine, logit_stats, tile_stats
-from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
-from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, padded, uses_hopper
+from hf_cce.kernels.forward import logit_stats
+from hf_cce.kernels.inputs import LogitInputs
+from hf_cce.kernels.labels import label_logits
+from hf_cce.kernels.launch_config import ceil_div, make_plan, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.token_groups import PrecomputedGradients, group_gradients, group_size
-from hf_cce.spec import Inputs, LossSpec, TokenGrads, WantedStats
+from hf_cce.kernels.token_groups import PrecomputedGradients, gradients_by_groups, group_size
+from hf_cce.spec import Inputs, LossSpec, WantedStats
 
 
 @Kernel
@@ -66,24 +64,6 @@ def cross_entropy(x: Inputs, spec: LossSpec, factor: Tensor) -> tuple[Tensor, Te
     return total_loss(stats.lse, stats.label_logit, factor, spec, stats.mean_logit), stats.lse
 
 
-def _compute_lse_and_cache(
-    inputs: LogitInputs,
-    slabs: Sequence[Slab],  # their values are written
-    label: LabelLogits,
-    lse: Tensor,  # [N], written
-    plan: Plan,
-) -> None:
-    """Compute the logsumexp of each token, and the exponentials to cache."""
-    n, _, v, _ = inputs.shape
-    stride = padded(n)
-    tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
-    ends = [*(slab.start for slab in slabs[1:]), v]
-    for slab, end in zip(slabs, ends, strict=True):
-        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n * stride :])
-        tile_stats(inputs.columns(slab.start, end), slab_tiles, label, plan, slab.start, slab.values)
-    combine(TileStats(tile_lse), inputs, label.logit, lse)
-
-
 def exact_cross_entropy(
     x: Inputs, spec: LossSpec, factor: Tensor
 ) -> tuple[Tensor, Tensor, PrecomputedGradients | ExpCache | None]:
@@ -107,33 +87,8 @@ def exact_cross_entropy(
     lse = torch.empty_like(label.logit)
     saved: PrecomputedGradients | ExpCache
     if size or columns is None:
-        saved = _gradients_by_groups(inputs, spec, factor, label, lse, size, (plan, backward_plan))
+        saved = gradients_by_groups(inputs, spec, factor, label, lse, size, (plan, backward_plan))
     else:
         saved = allocate_cache(inputs, columns, label)
-        _compute_lse_and_cache(inputs, saved.slabs, label, lse, plan)
+        fill_cache(inputs, saved.slabs, label, lse, plan)
     return total_loss(lse, label.logit, factor, spec), lse, saved
-
-
-def _gradients_by_groups(
-    inputs: LogitInputs,
-    spec: LossSpec,
-    factor: Tensor,  # scalar
-    label: LabelLogits,
-    lse: Tensor,  # [N], written
-    size: int,  # tokens per group
-    plans: tuple[Plan, Plan],  # of the forward and of the backward pass
-) -> PrecomputedGradients:
-    (n, d, v, _), device, (plan, backward_plan) = inputs.shape, lse.device, plans
-    one = torch.ones((), device=device, dtype=torch.float32)
-    grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
-    sums = torch.empty((v, d), device=device, dtype=torch.float32) if spec.needs[1] else None
-    out = PrecomputedGradients(grad_hidden, sums, torch.empty_like(lse))
-    values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
-    for start in range(0, n, size):
-        rows = slice(start, min(n, start + size))
-        group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
-        slab = Slab(0, v, values[: group.shape.n])
-        _compute_lse_and_cache(group, [slab], group_label, lse[rows], plan)
-        grads = GradInputs.from_grads(lse[rows], None, TokenGrads.of_loss(one, factor, lse[rows], spec))
-        group_gradients(group, slab, group_label.logit, grads, backward_plan, out.tokens(rows), start == 0)
-    return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.exp_cache import Slab, exp_factors
+from hf_cce.kernels.exp_cache import Slab, exp_factors, fill_cache
 from hf_cce.kernels.exp_products import (
     finish,
     label_addends,
@@ -23,9 +23,10 @@ from hf_cce.kernels.exp_products import (
     write_hidden_gradient,
 )
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
-from hf_cce.kernels.launch_config import Plan, ceil_div, row_major
+from hf_cce.kernels.labels import LabelLogits
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, row_major
 from hf_cce.matmul import multiply_add
-from hf_cce.spec import Inputs, LossSpec
+from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
 # Measured on an H200. The product for dW of each group costs as much as ADDING more tokens, because it reads and writes the sums.
@@ -39,9 +40,6 @@ class PrecomputedGradients(NamedTuple):
     grad_hidden: Tensor  # [N, D]
     weight_sums: Tensor | None  # [V, D] float32: dW without the labels' entries; None if it is not needed
     label_entry: Tensor  # [N]
-
-    def tokens(self, rows: slice) -> PrecomputedGradients:
-        return self._replace(grad_hidden=self.grad_hidden[rows], label_entry=self.label_entry[rows])
 
 
 def group_size(
@@ -71,22 +69,34 @@ def group_size(
     return ceil_div(ceil_div(n, groups), block_m) * block_m
 
 
-def group_gradients(
+def gradients_by_groups(
     inputs: LogitInputs,
-    slab: Slab,  # the exponentials of all logits; overwritten
-    label_logit: Tensor,  # [N]
-    grads: GradInputs,
-    plan: Plan,
-    out: PrecomputedGradients,  # of these tokens; weight_sums is written if ``first``, else added to
-    first: bool,  # the first group
-) -> None:
-    """Compute the gradients of one group of tokens."""
-    factors = exp_factors(label_logit, inputs, grads, plan.block_m, slab.values)
-    write_logit_gradient(slab, inputs, grads, plan, factors.flags)
-    if out.weight_sums is not None:
-        multiply_add(out.weight_sums, slab.values.t(), scale_tokens(inputs.hidden, factors.scale), first)
-        out.label_entry.copy_(factors.label_entry)
-    write_hidden_gradient(slab.values, factors, inputs, out.grad_hidden)
+    spec: LossSpec,
+    factor: Tensor,  # scalar
+    label: LabelLogits,
+    lse: Tensor,  # [N], written
+    size: int,  # tokens per group
+    plans: tuple[Plan, Plan],  # of the forward and of the backward pass
+) -> PrecomputedGradients:
+    (n, d, v, _), device, (plan, backward_plan) = inputs.shape, lse.device, plans
+    one = torch.ones((), device=device, dtype=torch.float32)
+    grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)
+    sums = torch.empty((v, d), device=device, dtype=torch.float32) if spec.needs[1] else None
+    label_entry = torch.empty_like(lse)
+    values = empty_slab(inputs.hidden, min(n, size), v)  # reused by all groups
+    for start in range(0, n, size):
+        rows = slice(start, min(n, start + size))
+        group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
+        slab = Slab(0, v, values[: group.shape.n])
+        fill_cache(group, [slab], group_label, lse[rows], plan)
+        grads = GradInputs.from_grads(lse[rows], None, TokenGrads.of_loss(one, factor, lse[rows], spec))
+        factors = exp_factors(group_label.logit, group, grads, backward_plan.block_m, slab.values)
+        write_logit_gradient(slab, group, grads, backward_plan, factors.flags)
+        if sums is not None:
+            multiply_add(sums, slab.values.t(), scale_tokens(group.hidden, factors.scale), first=start == 0)
+            label_entry[rows] = factors.label_entry
+        write_hidden_gradient(slab.values, factors, group, grad_hidden[rows])
+    return PrecomputedGradients(grad_hidden, sums, label_entry)
 
 
 def scale_precomputed_gradients(
