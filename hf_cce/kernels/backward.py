@@ -197,9 +197,7 @@ class _Backward:
         # Accumulate directly in grad_hidden if it is float32 or there is only one product.
         separate_accumulator = for_hidden and multiple_products and hidden.element_size() < 4
         total = torch.empty_like(hidden, dtype=torch.float32) if separate_accumulator else self.grad_hidden[rows]
-        factors = None
-        if self.cache is not None:
-            factors = exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
+        factors = None if self.cache is None else exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
         for number, slab in enumerate(slabs):
             flags = None if factors is None or number >= cached else exp_to_dlogits_(slab, factors, inputs.labels)
             write_logit_gradient(slab, inputs, grads, self.plan, flags, label)
@@ -243,10 +241,8 @@ def logit_stats_backward(
     inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
     n, d, v, _ = inputs.shape
     grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # contiguous, even if rows of hidden overlap
-    if cache is not None and cache.grad_weight is not None:
-        grad_weight = cache.grad_weight
-    else:
-        grad_weight = weight.new_empty((v, d) if need_weight else 0)
+    cached = None if cache is None else cache.grad_weight
+    grad_weight = weight.new_empty((v, d) if need_weight else 0) if cached is None else cached
     grad_bias = weight.new_empty(v if need_bias else 0)
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()

@@ -26,7 +26,6 @@ def is_triton_release(versions: tuple[str, ...]) -> bool:
 
 
 def is_hopper_validated() -> bool:
-    """Return True if hf_cce.kernels.hopper was validated with the installed version of Triton."""
     return is_triton_release(HOPPER_VERSIONS)
 
 
@@ -93,7 +92,7 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
         return Plan(16, 32, 32, 1, 1, False, "upcast")
     if hidden.dtype == torch.float32:
         return Plan(64, 64, 32, 4, 3, False, precision)
-    major = capability(hidden)[0]
+    major = _capability(None if hidden.is_meta else hidden.device)[0]
     if major < 8:
         # Larger tiles or four warps spill registers.
         return Plan(64, 64, 32, 8, 3, False, precision)
@@ -149,13 +148,9 @@ def _allows_tf32() -> bool:
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def capability(x: Tensor) -> tuple[int, int]:
-    """Return the compute capability of the GPU of ``x``, or of the current GPU for meta tensors, which a warm-up uses."""
-    return _capability(None if x.is_meta else x.device)
-
-
 @cache
 def _capability(device: torch.device | None) -> tuple[int, int]:
+    """Return the compute capability of ``device``; None: the current GPU, for meta tensors, which a warm-up uses."""
     return torch.cuda.get_device_capability(device)
 
 

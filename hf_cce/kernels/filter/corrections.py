@@ -206,8 +206,5 @@ def _orthonormal(vectors: Tensor) -> Tensor:
     gram = unit.t() @ unit
     gram.diagonal().add_(NEGLIGIBLE)
     factor = torch.linalg.cholesky_ex(gram).L
-    return (
-        torch.linalg.solve_triangular(factor, unit.t(), upper=False)
-        .t()
-        .to(vectors.dtype, memory_format=torch.contiguous_format)
-    )
+    found = torch.linalg.solve_triangular(factor, unit.t(), upper=False).t()
+    return found.to(vectors.dtype, memory_format=torch.contiguous_format)

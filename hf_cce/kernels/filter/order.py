@@ -19,9 +19,8 @@ from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
 SAMPLE_TOKENS = 1024  # tokens sampled for the average logits
-EXACT_COLUMNS = (
-    1 << 14
-)  # number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns
+# Number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns.
+EXACT_COLUMNS = 1 << 14
 MAX_VOCAB_16BIT_KEYS = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
 MAX_COUNTING_SORT_TOKENS = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 

@@ -290,12 +290,7 @@ def multiply_kept(
     scratch = hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
     grad_hidden = torch.empty_like(hidden) if request.need_hidden else hidden.new_empty(0)
     in_place = request.need_weight and not gather
-    if in_place:
-        grad_weight = source
-    elif request.need_weight:
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    else:
-        grad_weight = weight.new_empty(0)
+    grad_weight = source if in_place else weight.new_empty(weight.shape if request.need_weight else 0)
     reorder = in_place and workspace.passes > 1
     constants = {
         "BLOCK_M": plan.block_m,
