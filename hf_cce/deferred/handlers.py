@@ -49,8 +49,6 @@ MOST_IDS = {"z": 16, "p": 8, "log p": 8}
 
 
 def implements(*names: str) -> Callable[[Any], Any]:
-    """Register the function in ``HANDLERS`` under ``names``."""
-
     def register(function: Any) -> Any:
         HANDLERS.update(dict.fromkeys(names, function))
         return function
@@ -334,20 +332,14 @@ def _loss(
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
     found = _meaning_of(x, "z" if name == "cross_entropy" else "log p")
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
-    plain_target = isinstance(target, Tensor) and not target.is_floating_point()
-    if (
-        not known
-        or not plain_target
-        or x.ndim != 2 + x.recipe.class_first
-        or target.shape != (x.shape[0], *x.shape[2:])
-    ):
+    known = known and isinstance(target, Tensor) and not target.is_floating_point()
+    if not known or x.ndim != 2 + x.recipe.class_first or target.shape != (x.shape[0], *x.shape[2:]):
         return NotImplemented
     if weight is not None:
         # Autocast casts logits and class weights in half precision to float32
         cast = accumulation_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
         fits = weight.shape == (x.recipe.weight.shape[0],) and weight.dtype in (x.dtype, cast)
-        plain_weight = fits and not weight.requires_grad
-        if smooth or not plain_weight:
+        if smooth or not fits or weight.requires_grad:
             return NotImplemented
     for _, (ids, _) in x.recipe.mask_ops():
         if smooth or torch.isin(target, ids.to(target.device)).any():
@@ -369,8 +361,8 @@ def _loss(
         return (loss if weight is None else _weighted(loss, labels, reduction, ignore_index, weight),)
 
     def native(z: Tensor) -> tuple[Tensor]:
-        labels = target.to(z.device)
-        loss = getattr(F, name)(_upcast(z), labels, ignore_index=ignore_index, reduction="none", **smoothing)
+        labels, z = target.to(z.device), z.to(accumulation_dtype(z.dtype))
+        loss = getattr(F, name)(z, labels, ignore_index=ignore_index, reduction="none", **smoothing)
         return (_weighted(loss, labels, reduction, ignore_index, weight),)
 
     (loss,) = x._compute_fused(fused, native)
@@ -429,7 +421,7 @@ def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **
 
 def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
     """Return ``fused(recipe)``, counted as a fused loss; ``native(z)`` computes the same from full logits z."""
-    results = x._compute_fused(fused, lambda z: native(_upcast(z)))
+    results = x._compute_fused(fused, lambda z: native(z.to(accumulation_dtype(z.dtype))))
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
     # As cross entropy, float64 for float64 logits
@@ -457,25 +449,16 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     If the full logits were computed, they are used.
     """
     found = _meaning_of(x, "z", "p", "log p")
-    known = dim in (-1, x.ndim - 1) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1]
-    if (
-        found is None
-        or not known
-        or index.dim() != x.ndim
-        or x.recipe.mask_ops()
-        or x.shared_storage.values is not None
-    ):
+    known = dim in (-1, x.ndim - 1) and not x.recipe.mask_ops() and x.shared_storage.values is None
+    known = known and isinstance(index, Tensor) and index.dim() == x.ndim and index.shape[:-1] == x.shape[:-1]
+    if found is None or not known:
         return NotImplemented
     native = lambda z: (z.gather(-1, index.to(z.device)),)  # noqa: E731
     scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
         values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
-    elif (
-        torch.compiler.is_compiling()
-        or is_dtensor(x.recipe.weight)
-        or not 0 < index.shape[-1] <= MOST_IDS[str(found.kind)]
-    ):
+    elif not _can_block(x) or not 0 < index.shape[-1] <= MOST_IDS[str(found.kind)]:
         return NotImplemented
     elif found.kind != "z":
         values = _fused_statistics(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]
@@ -537,9 +520,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     if x.recipe.meaning.kind != "z":
         total = _sum(x, dim, keepdim, **kwargs)
         return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
-    known = (
-        _meaning_of(x, "z") and (dim is None or dim in (-1, x.ndim - 1)) and x.numel() > 0 and not (keepdim or kwargs)
-    )
+    known = _meaning_of(x, "z") and dim in (None, -1, x.ndim - 1) and x.numel() > 0 and not (keepdim or kwargs)
     if not known or x.recipe.mask_ops() or is_dtensor(x.recipe.weight):
         return NotImplemented
     native = lambda z: (z.mean(-1),)  # noqa: E731
@@ -592,7 +573,3 @@ def _apply_by_blocks(x: Any, function: Callable[[Tensor], tuple[Tensor, ...]], s
     with torch.no_grad():
         found = [function(recipe.replace(hidden_states=part).build()) for part in flat.split(rows)]
     return [torch.cat(each).view((*x.shape[:-1], *shape)) for each in zip(*found, strict=True)]
-
-
-def _upcast(z: Tensor) -> Tensor:
-    return z.to(accumulation_dtype(z.dtype))

@@ -386,9 +386,8 @@ class LazyGrad(Tensor):
             copied = first.dense is not None and func is _ATEN.clone.default
             dense = first.dense.clone() if copied else first.dense  # type: ignore[union-attr]
             return LazyGrad.create(first.meta, first.losses, dense, first.call)
-        if (
-            func is _ATEN.isnan.default and first.losses
-        ):  # detect_anomaly: the gradients of the head are checked instead
+        # detect_anomaly: the gradients of the head are checked instead
+        if func is _ATEN.isnan.default and first.losses:
             return torch.zeros((), dtype=torch.bool, device=first.device)
         alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
         if func in (_ATEN.add.Tensor, _ATEN.add_.Tensor) and not kwargs and alike:
@@ -408,7 +407,6 @@ class LazyGrad(Tensor):
 
 
 def _split(grad: Tensor) -> tuple[Any, Tensor | None]:
-    """Return the losses and the dense part of a gradient."""
     return (grad.losses, grad.dense) if isinstance(grad, LazyGrad) else ((), grad)
 
 
@@ -480,11 +478,8 @@ class RecordedOp(torch.autograd.Function):
                     x = saved[0]._materialize("a second derivative")
                 else:
                     known = storage is not None and storage.values is not None and not storage.is_modified
-                    x = (
-                        (storage.values if known else recipe.with_operands(*saved[1:]).build())
-                        .detach()
-                        .requires_grad_()
-                    )
+                    values = storage.values if known else recipe.with_operands(*saved[1:]).build()
+                    x = values.detach().requires_grad_()
                 return torch.autograd.grad(op(x), x, grad, create_graph=create_graph)[0]
 
         losses, dense = _split(grad)

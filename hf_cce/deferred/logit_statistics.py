@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +24,10 @@ from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
 NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
+_recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 class Pass(NamedTuple):
-    """A pass over the head."""
-
     identity: tuple[Any, ...]
     found: LogProbs
     labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
@@ -273,10 +271,3 @@ def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
         found = found.to(hidden.dtype)
     found = scale * found.to(dtype)
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
-
-
-def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Return ``function(*args)``, which the backward pass computes again."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -71,9 +71,6 @@ class LazyLogits(LazyTensor):
 
     # Defined by both subclasses
     shape: Any
-    device: Any
-    requires_grad: Any
-    _derive: Any
     _compute_fused: Any
 
     def materialize(self) -> Tensor:

@@ -139,8 +139,7 @@ class Recipe:
         if not changed and self.entries is not None and self.step != OptimizerSteps.taken:
             with self.call.unsharded(self.weight):
                 now = some_entries(self.weight)
-                same = None if now is None else (now == self.entries) | (now.isnan() & self.entries.isnan())
-                changed = same is not None and not bool(same.all())
+                changed = now is not None and not torch.allclose(now, self.entries, rtol=0, atol=0, equal_nan=True)
         if changed:
             raise RuntimeError(CHANGED)
 
