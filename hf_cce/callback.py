@@ -91,9 +91,7 @@ class CCECallback(TrainerCallback):
         self._token_sums: Tensor | None = None  # at the last log entry
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if disabled():
-            return
-        if (model := kwargs.get("model")) is not None:  # None with model_init
+        if not disabled() and (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -163,17 +161,14 @@ class CCECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, self._run = self._run, None
-        if run is None:
-            return
-        if run.unfused_batches:
+        if run is not None and run.unfused_batches:
             unfused, materialized = run.unfused_batches, run.stats.materialized - run.start.materialized
             summary = f"{unfused} of the {run.batches} micro-batches of this training run did not use the fused loss"
             _say(args, state, f"hf_cce: {summary}; full logits were materialized {materialized} times")
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""
-        why = _why(args, model, run)
-        message = f"hf_cce: training step {state.global_step} did not use the fused loss: {why}"
+        message = f"hf_cce: training step {state.global_step} did not use the fused loss: {_why(args, model, run)}"
         if self.on_unused == "raise":
             raise RuntimeError(message)
         if (run.stats.bypassed and not run.step.bypassed) or (run.stats.read and not run.step.read):

@@ -12,8 +12,6 @@ Status = Literal["supported", "special", "refused"]
 
 @dataclass(frozen=True)
 class Family:
-    """A model type, its class and its support status."""
-
     model_type: str
     cls: str
     status: Status  # special: trains correctly, but [tokens, vocabulary] values are still materialized
@@ -31,7 +29,6 @@ def class_names() -> dict[str, str]:
 
 
 def status_of(cls: str) -> tuple[Status, str]:
-    """Return the status of the class named ``cls``, and the reason if it is special or refused."""
     if cls in REFUSED:
         return "refused", REFUSED[cls]
     return ("special", SPECIAL[cls]) if cls in SPECIAL else ("supported", "")

@@ -134,9 +134,7 @@ def is_gathered(parameter: Any) -> bool:
 
 def why_not_read(weight: Any, bias: Any = None) -> str | None:
     """Return why this weight [V, D] or bias [V] cannot be read later, or None. Called in the head's forward."""
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None and name == "bias":
-            continue
+    for name, value in [("weight", weight)] if bias is None else [("weight", weight), ("bias", bias)]:
         if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter, FrozenWeight):
             return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
         if not value.is_floating_point():
@@ -153,8 +151,7 @@ def adapter_in(head: nn.Module) -> str | None:
     """Return the PEFT method that currently changes the output of ``head`` ("lora", "ia3", …), or None."""
     for module in head.modules():
         library, _, name = type(module).__module__.partition(".tuners.")
-        if library != "peft":
-            continue
-        if not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+        active = not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False)
+        if library == "peft" and active:
             return name.split(".")[0]
     return None

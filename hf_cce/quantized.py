@@ -49,9 +49,6 @@ class FrozenWeight(Tensor):
         with torch.no_grad():
             return self.read(self.start, self.start + self.shape[0], self.dtype)
 
-    def _like(self, dtype: torch.dtype) -> FrozenWeight:
-        return FrozenWeight.of(self.read, self.product, self.shape, dtype, self.device, self.start)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run F.linear with the whole weight in the library itself, so that materialized logits are the original ones."""
@@ -68,10 +65,10 @@ class FrozenWeight(Tensor):
     ) -> Any:
         kwargs, first = kwargs or {}, args[0]
         if isinstance(first, FrozenWeight):
-            if func in (_ATEN.detach.default, _ATEN.alias.default):
-                return first._like(first.dtype)
-            if func is _ATEN._to_copy.default and set(kwargs) == {"dtype"}:
-                return first._like(kwargs["dtype"])
+            is_cast = func is _ATEN._to_copy.default and set(kwargs) == {"dtype"}
+            if is_cast or func in (_ATEN.detach.default, _ATEN.alias.default):
+                dtype = kwargs.get("dtype", first.dtype)
+                return FrozenWeight.of(first.read, first.product, first.shape, dtype, first.device, first.start)
             if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) < 5:
                 start, stop, _ = slice(*(*args[2:4], None, None)[:2]).indices(first.shape[0])
                 shape = (max(0, stop - start), first.shape[1])

@@ -135,12 +135,8 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     x, rows = select_rows(x, spec, mask=False)
     hidden, labels, v = x.hidden, x.labels, x.weight.shape[0]
     n, acc_dtype = labels.numel(), accumulation_dtype(hidden.dtype)
-
-    def vector(value: float) -> Tensor:
-        return torch.full((n,), value, dtype=acc_dtype, device=hidden.device)
-
-    top, total, label_logit = vector(-math.inf), vector(0), vector(0)
-    z_sum, weighted, squares = vector(0), vector(0), vector(0)
+    total, label_logit, z_sum, weighted, squares = torch.zeros((5, n), dtype=acc_dtype, device=hidden.device).unbind()
+    top = torch.full_like(total, -math.inf)
     width = _slab_width(hidden, v, 1 + wanted.entropy, spec.memory_budget, scratch_per_row(x.weight))
     for start in range(0, v if n else 0, width):
         stop = min(v, start + width)

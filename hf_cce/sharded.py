@@ -41,9 +41,7 @@ def why_not_sharded(hidden: Any, weight: Any, bias: Any = None) -> str | None:
     The hidden states must be a replicated DTensor: only that shows that all ranks have the same tokens. An FSDP2 weight looks
     the same as a tensor-parallel one, but there each rank has tokens of its own.
     """
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is None and name == "bias":
-            continue
+    for name, value in [("weight", weight)] if bias is None else [("weight", weight), ("bias", bias)]:
         if not is_dtensor(value) or not _is_sharded_on_dim0(value):
             return f"the head's {name} is not split over its first dimension ({_layout(value)})"
         replicated = is_dtensor(hidden) and all(placement.is_replicate() for placement in hidden.placements)

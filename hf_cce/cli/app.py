@@ -201,7 +201,6 @@ COMMANDS: dict[str, tuple[Run, Callable[[argparse.ArgumentParser], None]]] = {  
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all sub-commands."""
     root = argparse.ArgumentParser(prog="hf-cce", description="Train language models without materializing logits.")
     root.add_argument("--version", action="version", version=f"hf-cce {hf_cce.__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)

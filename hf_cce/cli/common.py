@@ -28,7 +28,6 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
@@ -68,7 +67,6 @@ class Output:
         self.only_json = str(json_path) == "-"
 
     def print(self, *lines: str) -> None:
-        """Print unless ``--json -`` was given."""
         if lines and not self.only_json:
             self.progress("")
             print(*lines, sep="\n", flush=True)  # pipes are not line-buffered

@@ -125,7 +125,6 @@ def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, progress: Pr
             rows[name] = {"extra_mib": extra_mib(partial(step, loss), (hidden, weight))}
         except Exception as error:  # a compiler may raise anything; the other losses are still measured
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        hidden.grad = weight.grad = None
     steps = {name: partial(step, losses[name]) for name, row in rows.items() if "failed" not in row}
     for name, times in time_interleaved(steps, hidden.device, repeats, progress).items():
         rows[name] |= {"ms": statistics.median(times), "ms_spread": [min(times), max(times)]}

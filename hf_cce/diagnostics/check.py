@@ -104,8 +104,7 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
     noise = _rounding(model, inputs, plain, progress)
     evaluated = _evaluate(model, inputs)
     progress("with hf_cce")
-    config = computes_no_logits(device)
-    apply_cce(model, config)
+    apply_cce(model, computes_no_logits(device))
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -208,7 +207,6 @@ def _errors(results: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, f
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the result in one sentence."""
     if not report["same"]:
         wrong, total = sum(not row["ok"] for row in report["differences"]), len(report["differences"])
         what = f"{wrong} of {total} results differ by more than rounding" if wrong else "the evaluation logits differ"

@@ -157,9 +157,8 @@ def saved_for_backward(lm: Any, batch: int, sequence: int, mixed: bool) -> tuple
         torch.autocast("cpu", torch.bfloat16, enabled=mixed),
     ):
         hidden = lm.base_model(input_ids=torch.zeros(batch, sequence, dtype=torch.long), use_cache=False)[0]
-        F.linear(
-            hidden, hidden.new_empty(1, hidden.shape[-1], requires_grad=True)
-        )  # head and loss save the hidden states
+        # Head and loss save the hidden states.
+        F.linear(hidden, hidden.new_empty(1, hidden.shape[-1], requires_grad=True))
     sizes = [storage.nbytes() for storage in saved.values()]
     return sum(sizes), max(sizes)
 
@@ -304,7 +303,6 @@ def _step(
 
 
 def verdict(found: Estimate) -> str:
-    """Return in one sentence what CCE saves."""
     if found.few_tokens:
         tokens, millions = found.batch * found.sequence, found.logits / 1e6
         limit = (FULL_LOGITS_MAX_FALLBACK if found.dtype == "float32" else FULL_LOGITS_MAX) / 1e6

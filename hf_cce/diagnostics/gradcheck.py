@@ -238,12 +238,10 @@ def gradcheck(
 
 
 def error_ratio(row: dict[str, Any]) -> float:
-    """Return the error of a row as a multiple of the allowed error."""
     return row["hf_cce"] / row["allowed"]
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the result in one sentence."""
     rows = report["rows"]
     failures = [row for row in rows if not row["ok"]]
     if not failures:

@@ -43,7 +43,6 @@ def report_header(device: torch.device, *packages: str) -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Return the installed version of each package, None where it is missing."""
     found: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -78,7 +77,6 @@ def driver_gpus() -> list[str] | None:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """Return the properties of a CUDA device that determine its speed."""
     found = torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
@@ -103,7 +101,6 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -127,12 +124,10 @@ def checked_device(name: str | None) -> torch.device:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message, or the type if there is no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -55,7 +55,6 @@ class Measured:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure one step."""
         added = machine.watch_memory(self.device)
         machine.synchronize(self.device)
         start = time.perf_counter()

@@ -181,7 +181,6 @@ def _drop_graphs() -> None:
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """Return the state of a patched model, None for any other."""
     state = model.__dict__.get(STATE)
     return state if isinstance(state, Patch) else None
 
