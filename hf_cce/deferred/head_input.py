@@ -51,7 +51,8 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
-    if not begun and prefers_full_logits(hidden_states, weight, call.config) and not call.may_gather_head_again():
+    few = not begun and call.token_sums is None and prefers_full_logits(hidden_states, weight, call.config)
+    if few and not call.may_gather_head_again():  # the model's own loss would add nothing to ``token_sums``
         call.note_few_tokens()
         return F.linear(hidden_states, weight, bias)
     call.vocab_size = weight.shape[0]

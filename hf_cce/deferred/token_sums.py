@@ -57,7 +57,10 @@ def label_groups(groups: Any, labels: Any, shifted: bool) -> Tensor:
         shifted: True if label t belongs to position t, not to position t − 1.
     """
     check_tensor("loss_groups", "[B] or [B, T]", groups)
-    check_tensor("labels", "[B, T]", labels)
+    if labels is None:
+        raise ValueError(
+            "loss_groups needs labels in the same call; a loss of your own can be summed by group where you compute it"
+        )
     if groups.is_floating_point() or groups.is_complex():
         raise ValueError(f"loss_groups must be integers, got {groups.dtype}")
     if groups.shape not in (labels.shape[:1], labels.shape):

@@ -115,7 +115,7 @@ def _row_divergence_kernel(
                 start, cols, log_ps, log_pt, 0.0, factor, vocab_size, logit_scale, softcap, beta, KIND,
             )  # fmt: skip
     student_kl, teacher_kl = tl.sum(student, 0), tl.sum(teacher, 0)
-    # beta is 0 for KIND 0, and 1 for KIND 1
+    # Unless KIND is 2, one of them is 0
     tl.store(divergence + row, student_kl + teacher_kl if KIND != 2 else (1.0 - beta) * student_kl + beta * teacher_kl)
     if entropy is not None:
         tl.store(entropy + row, -tl.sum(expectation, 0))

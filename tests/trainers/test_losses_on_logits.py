@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_cce import CCECallback, apply_cce, ops
+from hf_cce.deferred import head_input
 
 V = 99
 pytestmark = pytest.mark.usefixtures("small_scratch")
@@ -185,6 +186,16 @@ def test_loss_by_group(form: str) -> None:
         assert again[name] == found[name]
 
 
+def test_statistics_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that would get the model's own loss on a GPU are part of the means, too."""
+    monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
+    plain, patched = apply_cce(tiny_llama()), apply_cce(tiny_llama(), token_stats=True)
+    for model in (plain, patched):
+        model(**batch())
+    assert stats(plain).few_tokens == stats(patched).fused == 1
+    assert patched.cce_stats()["entropy"] > 0
+
+
 def test_wrong_loss_groups() -> None:
     model, inputs = apply_cce(tiny_llama()), batch()
     groups = torch.zeros_like(inputs["labels"])
@@ -196,6 +207,8 @@ def test_wrong_loss_groups() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             apply_cce(model, token_stats=token_stats)(**inputs, loss_groups=given)
+    with pytest.raises(ValueError, match="loss_groups needs labels in the same call"):
+        model(input_ids=inputs["input_ids"], loss_groups=groups)
     with pytest.raises(TypeError, match="loss_groups must be a tensor"):
         model(**inputs, loss_groups=[0, 1])
     model.eval()(**inputs, loss_groups=groups)  # an evaluation is not counted
