@@ -225,28 +225,25 @@ class FullLogits(Strategy):
 
     def loss(self, x: Inputs) -> Tensor:
         spec, z = self.spec, self.logits(x)
-        dtype, index = accumulation_dtype(z.dtype), spec.ignore_index
-        options = spec.label_smoothing or spec.z_loss
-        mean = not options and self.divisor.items is None and self.divisor.number == 0
-        z = z.to(dtype) if options else z
-        if spec.label_smoothing:
-            items, smoothing = (x.labels != index).sum(), spec.label_smoothing
-            total = F.cross_entropy(z, x.labels, ignore_index=index, reduction="sum", label_smoothing=smoothing)
-        else:
-            log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
-            # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
-            total, items = torch.ops.aten.nll_loss_forward(
-                log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, index
-            )
+        dtype, index, smoothing = accumulation_dtype(z.dtype), spec.ignore_index, spec.label_smoothing
+        mean = self.divisor.items is None and self.divisor.number == 0
+        z = z.to(dtype) if spec.z_loss else z  # two gradients are summed before they are rounded
+        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
+        total, items = torch.ops.aten.nll_loss_forward.default(
+            log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, index
+        )
+        if smoothing:
+            others = log_p.mean(1).masked_fill(x.labels == index, 0.0).sum()
+            total = torch.sub((1 - smoothing) * total, others / items if mean else others, alpha=smoothing)
+        if spec.z_loss:
+            squares = z.logsumexp(1).masked_fill(x.labels == index, 0.0).square().sum()
+            total = torch.add(total, squares / items if mean else squares, alpha=spec.z_loss)
         if mean:  # without labels it is NaN, but its gradients are zero
             total.detach().masked_fill_(items.logical_not(), 0.0)
             return total
-        if spec.z_loss:
-            total = total + spec.z_loss * z.logsumexp(1).masked_fill(x.labels == index, 0.0).square().sum()
-        if self.divisor.number > 0:
+        if self.divisor.items is None:
             return total / self.divisor.number
-        if self.divisor.items is None:  # without labels the sum is zero, and any divisor will do
-            return total / items.clamp(min=1)
         items = self.divisor.items.to(dtype)
         return total * torch.where(items == 0, 0.0, items.reciprocal())
 
@@ -303,7 +300,7 @@ def row_losses(strategy: Strategy, x: Inputs) -> tuple[Any, Tensor]:
     kernels = kernels_module()
     logits = kernels.all_logits(x)  # launched before the label check, so that the GPU has work meanwhile
     factor = strategy.factor(x)
-    return kernels.row_losses(logits, x.labels, strategy.spec), factor
+    return kernels.row_losses(logits, x.labels, strategy.spec, x.bias), factor
 
 
 class Recompute(Strategy):

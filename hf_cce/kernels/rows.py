@@ -21,8 +21,11 @@ from hf_cce.spec import Inputs, LossSpec
 
 
 @triton.jit
-def _scaled(x, logit_scale, softcap):
-    x = x.to(tl.float32) * logit_scale
+def _logits(row, bias, at, mask, logit_scale, softcap):
+    x = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + at, mask=mask, other=0.0)
+    x = x * logit_scale
     if softcap is not None:
         x = softcapped(x, softcap)
     return x
@@ -31,7 +34,8 @@ def _scaled(x, logit_scale, softcap):
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_loss_kernel(
-    logits,  # [N, V], before scale and softcap; rows `stride` apart
+    logits,  # [N, V], before bias, scale and softcap; rows `stride` apart
+    bias,  # [V] or None
     labels,  # [N]
     loss,  # [N], written; zero where the label is ignored
     lse,  # [N], likewise
@@ -58,7 +62,7 @@ def _row_loss_kernel(
     sum_x = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        x = _scaled(tl.load(start + cols, mask=cols < vocab_size, other=0.0), logit_scale, softcap)
+        x = _logits(start, bias, cols, cols < vocab_size, logit_scale, softcap)
         if label_smoothing is not None:
             sum_x += tl.where(cols < vocab_size, x, 0.0)
         x = tl.where(cols < vocab_size, x, float("-inf"))
@@ -71,7 +75,7 @@ def _row_loss_kernel(
     row_log_total = tl.log(tl.sum(total * tl.exp(top - row_largest), 0))
     row_lse = row_largest + row_log_total
     in_vocab = (label >= 0) & (label < vocab_size)
-    at_label = _scaled(tl.load(start + label, mask=in_vocab, other=0.0), logit_scale, softcap)
+    at_label = _logits(start, bias, label, in_vocab, logit_scale, softcap)
     row_loss = row_log_total - (at_label - row_largest)  # more accurate than lse − z if p(label) is close to 1
     if label_smoothing is not None:
         row_loss += label_smoothing * (at_label - tl.sum(sum_x, 0) / vocab_size)
@@ -87,6 +91,7 @@ def _row_loss_kernel(
 @triton.jit(do_not_specialize=["ignore_index"])
 def _row_gradient_kernel(
     logits,  # [N, V], as in _row_loss_kernel; overwritten with their gradient
+    bias,
     labels,  # [N]
     largest,  # [N]
     log_total,  # [N]
@@ -121,7 +126,7 @@ def _row_gradient_kernel(
         of_label *= 1.0 - label_smoothing
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        x = _scaled(tl.load(start + cols, mask=cols < vocab_size, other=0.0), logit_scale, softcap)
+        x = _logits(start, bias, cols, cols < vocab_size, logit_scale, softcap)
         gradient = (
             tl.exp((x - row_largest) - row_log_total) * of_p - tl.where(cols == label, of_label, 0.0) - everywhere
         )
@@ -138,28 +143,28 @@ class RowLosses(NamedTuple):
     lse: Tensor  # [N], zero where ignored
     largest: Tensor  # [N]
     log_total: Tensor  # [N]
-    logits: Tensor  # [N, V]
+    logits: Tensor  # [N, V], without the bias
+    bias: Tensor | None  # [V], added in float32: cuBLAS rounds the product once more before it adds one
 
 
 def all_logits(x: Inputs) -> Tensor:
-    """Return h Wᵀ + b [N, V] in the inputs' dtype, with aligned rows. No labels are needed, so they may be checked meanwhile."""
+    """Return h Wᵀ [N, V] in the inputs' dtype, with aligned rows. No labels are needed, so they may be checked meanwhile."""
     logits = empty_slab(x.hidden, x.hidden.shape[0], x.weight.shape[0])
-    if x.bias is not None:
-        logits.copy_(x.bias)
-    multiply_add(logits, x.hidden, x.weight.t(), first=x.bias is None)
+    multiply_add(logits, x.hidden, x.weight.t(), first=True)
     return logits
 
 
-def row_losses(logits: Tensor, labels: Tensor, spec: LossSpec) -> RowLosses:
-    n, v = logits.shape
+def row_losses(logits: Tensor, labels: Tensor, spec: LossSpec, bias: Tensor | None = None) -> RowLosses:
+    """Return the losses of ``logits`` + ``bias``, zero where ignored."""
+    (n, v), bias = logits.shape, None if bias is None else bias.contiguous()
     # Not a row of the others' buffer: callers change a loss in place, which autograd refuses for a view.
     loss = torch.empty(n, device=logits.device, dtype=torch.float32)
     lse, largest, log_total = loss.new_empty((3, padded(n)))[:, :n].unbind()
     if n:
         _row_loss_kernel[(n,)](
-            logits, labels, loss, lse, largest, log_total, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8,
+            logits, bias, labels, loss, lse, largest, log_total, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8,
         )  # fmt: skip
-    return RowLosses(loss, lse, largest, log_total, logits)
+    return RowLosses(loss, lse, largest, log_total, logits, bias)
 
 
 def _options(spec: LossSpec) -> tuple[int, float, float | None, float | None, float | None]:
@@ -174,7 +179,7 @@ def overwrite_with_gradient(
     n, v = logits.shape
     if n:
         _row_gradient_kernel[(n,)](
-            logits, labels, rows.largest, rows.log_total, grad, factor, v, logits.stride(0),
+            logits, rows.bias, labels, rows.largest, rows.log_total, grad, factor, v, logits.stride(0),
             grad.stride(0) if grad.dim() else 0, *_options(spec), BLOCK=2048, num_warps=8,
         )  # fmt: skip
     return logits
