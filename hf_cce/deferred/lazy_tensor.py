@@ -80,7 +80,10 @@ class LazyTensor:
             args = _undo_matmul_swap(args)
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
-        if (is_wrapper and _is_metadata_query(func)) or func in _AUTOGRAD:
+        if func in _AUTOGRAD:  # after a write in place, the gradient is that of the written tensor
+            written = lambda x: x._materialize(name) if isinstance(x, LazyTensor) and x._is_stale else x  # noqa: E731
+            return call_as_tensors(func, tree_map(written, args), tree_map(written, kwargs))
+        if is_wrapper and _is_metadata_query(func):
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and name in ("detach_", "__set__"):
             raise RuntimeError("deferred logits cannot be changed by detach_() or .data = …; use logits.materialize()")

@@ -737,6 +737,16 @@ def test_hook_computes_with_the_gradient_during_a_gradient_of_the_logits(change:
     assert_all_accurate([grad * 1.0 for grad in grads[1]], grads[0], grads[0], "gradient")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gradient_of_logits_that_were_modified_in_place() -> None:
+    grads = []
+    for model in twins():
+        logits = model(**batch()).logits
+        logits.mul_(0.5)
+        grads.append(torch.autograd.grad(logits.logsumexp(-1).square().sum(), inputs=[logits])[0])
+    assert_accurate(grads[1], grads[0], grads[0], "gradient")
+
+
 # Reading the logits of a training call gives a warning about the cost
 @pytest.mark.parametrize(
     ("read", "name"),
