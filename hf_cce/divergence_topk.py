@@ -100,8 +100,9 @@ def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: b
         return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), None)
     of_tail, tail = g[:, k:], ps[:, k:]
     of_tail.masked_fill_(tail < 1.25 * torch.finfo(ps.dtype).eps, 0.0)  # clamped to a constant, see _with_tail
-    total = g.sum(1, keepdim=True)
-    outside = torch.addcdiv(total, of_tail, tail, value=-1)
+    total, ps_inside = g.sum(1, keepdim=True), ps[:, :k].sum(1, keepdim=True)
+    # That is total − of_tail / tail, which would cancel where the student gives the k tokens hardly any probability.
+    outside = torch.addcdiv(g[:, :k].sum(1, keepdim=True), of_tail * ps_inside, tail, value=-1)
     return SupportGrads(divergence, torch.addcmul(g, ps, total, value=-1)[:, :k], outside)
 
 

@@ -224,6 +224,18 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> No
     assert not any(zero.any() for zero in zeros)
 
 
+def test_top_k_that_the_student_rules_out(case: Case) -> None:
+    """The student gives nearly all its probability to the tail. The gradient is small, and no difference of large numbers."""
+    case = replace(case, form="lump")
+    x = make_inputs(case, torch.float32)
+    ids = top_k(x, case).ids.unique()
+    x.bias = torch.zeros(131).index_fill(0, ids[:100], -20.0)
+    exact, baseline = (
+        outcome(x, lambda *leaves: plain_divergence(x, leaves, case), t) for t in (torch.float64, torch.float32)
+    )
+    assert_all_accurate(fused_outcome(x, case), baseline, exact)
+
+
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
 def test_masked_tokens_of_a_student_that_never_predicts_id_0(case: Case, tail: str) -> None:
     case = replace(case, form=tail, masked=True, bias=True)
