@@ -252,22 +252,48 @@ def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) ->
 
 
 def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """See ``gather_logits``; the backward pass gathers the weight's rows again."""
+    """See ``gather_logits``."""
     arguments = r.loss_arguments()
     hidden, weight, bias = arguments["hidden_states"], arguments["weight"], arguments["bias"]
     scale, cap = arguments["logit_scale"], arguments["softcap"]
     ids = index.to(hidden.device).reshape(math.prod(index.shape[:-1]), index.shape[-1])
-
-    acc_dtype = accumulation_dtype(hidden.dtype)
-
-    def product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return (F.embedding(ids, weight).to(acc_dtype) @ hidden.to(acc_dtype).unsqueeze(-1)).squeeze(-1)
-
-    rows = max(1, r.scratch_bytes() // (2 * acc_dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
-    blocks = zip(hidden.reshape(-1, hidden.shape[-1]).split(rows), ids.split(rows), strict=True)
-    found = torch.cat([_recomputed(product, h, weight, part) for h, part in blocks])
-    found = found if bias is None else found + bias.to(acc_dtype)[ids]
+    found = _ProductsOfIds.apply(hidden.reshape(-1, hidden.shape[-1]), weight, ids, r.scratch_bytes())
+    found = found if bias is None else found + bias.to(found.dtype)[ids]
     if rounds_logits(hidden, weight, arguments["config"]):  # as do the statistics, with which these may be compared
         found = found.to(hidden.dtype)
     found = scale * found.to(dtype)
     return (found if cap is None else cap * (found / cap).tanh()).view(index.shape)
+
+
+class _ProductsOfIds(torch.autograd.Function):
+    """Products [N, K] of the hidden states [N, D] with the rows ``ids`` [N, K] of the weight; float32 for 16-bit inputs.
+
+    The weight's gradient is summed in float32: all tokens may have the same id, and the gradient of ``F.embedding`` would lose
+    most of them in 16 bits. Neither pass takes more than ``scratch_bytes`` beside its results.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, scratch_bytes: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight, ids)
+        ctx.scratch_bytes, acc_dtype = scratch_bytes, accumulation_dtype(hidden.dtype)
+        rows = max(1, scratch_bytes // (2 * acc_dtype.itemsize * max(1, ids.shape[-1]) * hidden.shape[-1]))
+        blocks = zip(hidden.split(rows), ids.split(rows), strict=True)
+        found = [F.embedding(part, weight).to(acc_dtype) @ h.to(acc_dtype).unsqueeze(-1) for h, part in blocks]
+        return torch.cat(found).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (hidden, weight, ids), room = ctx.saved_tensors, ctx.scratch_bytes // grad.element_size()
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            rows = max(1, room // (2 * max(1, ids.shape[-1]) * hidden.shape[-1]))
+            blocks = zip(grad.split(rows), ids.split(rows), strict=True)
+            found = [g.unsqueeze(1) @ F.embedding(part, weight).to(grad.dtype) for g, part in blocks]
+            grad_hidden = torch.cat([x.squeeze(1).to(hidden.dtype) for x in found])
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight)
+            columns = max(1, room // (2 * ids.numel() + len(weight)))
+            for part, h in zip(grad_weight.split(columns, 1), hidden.split(columns, 1), strict=True):
+                terms = grad.unsqueeze(-1) * h.to(grad.dtype).unsqueeze(1)
+                part.copy_(terms.new_zeros(part.shape).index_add_(0, ids.flatten(), terms.flatten(0, 1)))
+        return grad_hidden, grad_weight, None, None

@@ -445,6 +445,22 @@ def test_gradients_of_many_slices_are_summed_in_float32() -> None:
     assert_accurate(gradient(torch.float32, lazy_logits), baselines, gradient(torch.float64, F.linear), "weight")
 
 
+@pytest.mark.parametrize("kind", ["logits", "log-probabilities"])
+def test_gradient_of_an_id_of_many_tokens_is_summed_in_float32(kind: str) -> None:
+    ids = torch.tensor([5, 7]).expand(4096, 2)
+    hidden, weight = 1 + torch.rand(4096, 8), torch.randn(V, 8)
+
+    def gradients(dtype: torch.dtype, head: Any) -> tuple[Tensor, ...]:
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in (hidden, weight)]
+        z = head(*leaves)
+        return torch.autograd.grad((z if kind == "logits" else z.log_softmax(-1)).gather(-1, ids).mean(), leaves)
+
+    exact, plain = gradients(torch.float64, F.linear), gradients(torch.bfloat16, F.linear)
+    for budget in (1 << 20, 1 << 30):
+        head = functools.partial(lazy_logits, call=TrainingCall(CCEConfig(memory_budget=budget)))
+        assert_all_accurate(gradients(torch.bfloat16, head), plain, exact)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("name", "use_logits", "with_labels"), CASES)
 def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
