@@ -264,7 +264,7 @@ class Losses(NamedTuple):
 _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
 
 
-def graph_boundary(call: Any, source: Tensor, of_pass: int, value: Tensor | None = None) -> Tensor:
+def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
     """Return ``source``, cut off from its graph, for the computation of a result.
 
     The backward pass first computes the gradient of this leaf, then that of ``source``, together with all sources ``of_pass``, or
@@ -278,7 +278,7 @@ def graph_boundary(call: Any, source: Tensor, of_pass: int, value: Tensor | None
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 
 
-def share_gradient(source: Tensor, equal: Tensor, of_pass: int, where: Tensor | None = None) -> None:
+def share_gradient(source: Tensor, equal: Tensor, of_pass: object, where: Tensor | None = None) -> None:
     """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too.
 
     With a mask ``where`` [..., K], this is for the entries of ``source`` [..., K] that equal those of ``equal`` [..., 1].
@@ -305,7 +305,7 @@ def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
     leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     sums: list[Tensor | None] = [None] * len(wanted)
-    passes: dict[int, list[tuple[Tensor, Tensor]]] = {}  # sources and their gradients
+    passes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # sources and their gradients
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
     compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):

@@ -32,6 +32,7 @@ class Pass(NamedTuple):
     found: LogProbs
     labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
     has_labels: bool
+    mark: object  # of this pass alone; the id of ``found`` may be that of a later pass
     split: Any = None  # with ``parts``: the split of the logits whose parts write their labels later
     parts: set[int] | None = None  # that have written their labels
 
@@ -131,9 +132,9 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     part(made.labels.data).copy_(labels)  # .data: autograd need not know
     with torch.no_grad():
         value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
-    logits = graph_boundary(call, part(found.log_probs + found.logsumexp), id(found), value)
-    lse = part(graph_boundary(call, found.logsumexp, id(found)))
-    entropies = None if found.entropy is None else part(graph_boundary(call, found.entropy, id(found))).where(valid, 0)
+    logits = graph_boundary(call, part(found.log_probs + found.logsumexp), made.mark, value)
+    lse = part(graph_boundary(call, found.logsumexp, made.mark))
+    entropies = None if found.entropy is None else part(graph_boundary(call, found.entropy, made.mark)).where(valid, 0)
     return LogProbs((logits - lse).where(valid, 0), entropies, logsumexp=lse.where(valid, 0))
 
 
@@ -148,7 +149,7 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
         if not any(wanted.values()):
             return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
     same = cached is not None and _is_same(cached.identity, key)
-    found = cached.found if same and ids is None else None
+    found, of_pass = (cached.found, cached.mark) if same and ids is None else (None, None)
     if found is not None and any(is_wanted and getattr(found, name) is None for name, is_wanted in wanted.items()):
         found = None
     if owner is not None and eager and ids is None and wanted.get("entropy"):
@@ -164,24 +165,24 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
             owner.expects_entropy = False  # until it is asked for again
         labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
         labels = labels.to(r.hidden_states.device)
-        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted)
+        found, of_pass = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted), object()
         if torch.is_grad_enabled() and eager:
-            r.call.last_pass = Pass(key, found, labels, ids is not None, *(cached[4:] if of_parts else ()))
+            r.call.last_pass = Pass(key, found, labels, ids is not None, of_pass, *(cached[5:] if of_parts else ()))
         earlier, lse = cached.found.logsumexp if same else None, found.logsumexp
         if earlier is not None and lse is not None and lse.requires_grad:
-            share_gradient(earlier, lse, id(found))
+            share_gradient(earlier, lse, of_pass)
         if gathered is not None:
-            _share_with(found, gathered)
-    found = LogProbs(*(x if x is None else graph_boundary(r.call, x, id(found)) for x in found))  # type: ignore[arg-type]
+            _share_with(found, gathered, of_pass)
+    found = LogProbs(*(x if x is None else graph_boundary(r.call, x, of_pass) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
-def _share_with(found: LogProbs, gathered: Gathered) -> None:
+def _share_with(found: LogProbs, gathered: Gathered, of_pass: object) -> None:
     """Let the pass of ``found``, whose labels are those of ``gathered``, compute the gradient of these logits."""
     assert found.logsumexp is not None
     label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
     label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
-    share_gradient(gathered.logits, label_logits, id(found), gathered.is_label)
+    share_gradient(gathered.logits, label_logits, of_pass, gathered.is_label)
 
 
 def _mean_logit(r: Recipe) -> Tensor:
@@ -204,7 +205,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     logits = _products_of_ids(r, index, dtype)
     if logits.requires_grad:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return graph_boundary(r.call, logits, id(logits))
+    return graph_boundary(r.call, logits, object())
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
@@ -239,7 +240,7 @@ def _note_gathered(r: Recipe, gathered: Gathered) -> None:
     if same and not before.has_labels and before.found.logsumexp is not None:
         before.labels.data.copy_(gathered.labels)
         r.call.last_pass = before._replace(has_labels=True)
-        _share_with(before.found, gathered)
+        _share_with(before.found, gathered, before.mark)
 
 
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:

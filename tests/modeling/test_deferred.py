@@ -445,6 +445,21 @@ def test_gradients_of_many_slices_are_summed_in_float32() -> None:
     assert_accurate(gradient(torch.float32, lazy_logits), baselines, gradient(torch.float64, F.linear), "weight")
 
 
+def test_gradients_of_many_passes_are_summed_in_float32() -> None:
+    """Each slice has a pass of its own, even if the results of an earlier one were freed and their id was given again."""
+    hidden, weight = 1 + torch.rand(512, 8, 16), torch.randn(V, 16)
+
+    def gradient(dtype: torch.dtype, head: Any) -> Tensor:
+        h, w = (x.bfloat16().to(dtype) for x in (hidden, weight))
+        z = head(h, w.requires_grad_())
+        torch.stack([z[i : i + 16].logsumexp(-1).mean() for i in range(512)]).mean().backward()
+        assert w.grad is not None
+        return w.grad
+
+    plain, exact = gradient(torch.bfloat16, F.linear), gradient(torch.float64, F.linear)
+    assert_accurate(gradient(torch.bfloat16, lazy_logits), plain, exact, "weight")
+
+
 @pytest.mark.parametrize("kind", ["logits", "log-probabilities"])
 def test_gradient_of_an_id_of_many_tokens_is_summed_in_float32(kind: str) -> None:
     ids = torch.tensor([5, 7]).expand(4096, 2)
