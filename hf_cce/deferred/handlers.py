@@ -351,7 +351,7 @@ def _loss(
         sums = None if smooth or is_dtensor(r.weight) else call.token_sums
         if sums is not None:
             found = linear_log_probs(**arguments, entropy=True, is_top1=True)
-            sums.add(labels != ignore_index, found, call.loss_groups)
+            sums.add(labels, ignore_index, found, call.loss_groups)
             return (_weighted(-found.log_probs, labels, reduction, ignore_index, weight),)
         if is_one_of_many(r) and not smooth:
             ids = labels.masked_fill(labels == ignore_index, NO_LABEL)

@@ -21,8 +21,12 @@ class TokenSums:
 
     sums: Tensor | None = None  # [4, 1 + LOSS_GROUPS], over the labels without a group, then by group
 
-    def add(self, valid: Tensor, found: LogProbs, groups: Tensor | None) -> None:
-        """Add the entries of ``found`` [...] where ``valid`` [...] is True, without synchronizing. ``groups``: [B, T] or None."""
+    def add(self, target: Tensor, ignore_index: int, found: LogProbs, groups: tuple[Tensor, Tensor] | None) -> None:
+        """Add the entries of ``found`` [...] where ``target`` [...] is not ``ignore_index``, without synchronizing.
+
+        ``groups``: what ``label_groups`` returned, or None.
+        """
+        valid = target != ignore_index
         values = valid, -found.log_probs, found.is_top1, found.entropy
         acc_dtype = torch.float32 if valid.device.type == "mps" else torch.float64
         with torch.no_grad():
@@ -31,7 +35,7 @@ class TokenSums:
             if groups is None:
                 new[:, 0] = tokens.sum(1)
             else:
-                new.index_add_(1, 1 + _groups_of_losses(groups, valid), tokens)
+                new.index_add_(1, 1 + _groups_of_losses(*groups, target, valid), tokens)
             self.sums = new if self.sums is None else self.sums + new.to(self.sums.device)
 
     def means(self, before: Tensor | None = None) -> dict[str, float]:
@@ -48,13 +52,12 @@ class TokenSums:
         return found | {f"loss_group_{i}": losses[i + 1] / n for i, n in enumerate(counts[1:]) if n > 0}
 
 
-def label_groups(groups: Any, labels: Any, shifted: bool) -> Tensor:
-    """Check ``groups`` and return the group of the label that the loss compares with each position, [B, T].
+def label_groups(groups: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Check ``groups`` and return the group of each label, [B, T], and the labels.
 
     Args:
         groups: the group of each sequence [B] or label [B, T], integers in [0, LOSS_GROUPS).
         labels: [B, T], the labels that the model was given.
-        shifted: True if label t belongs to position t, not to position t − 1.
     """
     check_tensor("loss_groups", "[B] or [B, T]", groups)
     if labels is None:
@@ -72,16 +75,20 @@ def label_groups(groups: Any, labels: Any, shifted: bool) -> Tensor:
         torch._assert_async(in_range, f"hf_cce: loss_groups must lie in [0, {LOSS_GROUPS})")
     elif not in_range:
         raise ValueError(f"loss_groups must lie in [0, {LOSS_GROUPS}), got {int(groups.min())} to {int(groups.max())}")
-    groups = groups.view(len(groups), -1).expand(labels.shape)
-    return groups if shifted else groups.roll(-1, 1)  # the last position has no label
+    return groups.view(len(groups), -1).expand(labels.shape), labels
 
 
-def _groups_of_losses(groups: Tensor, valid: Tensor) -> Tensor:
-    """Return the group of each entry of ``valid``: of all positions, or of all but the last one of each sequence."""
+def _groups_of_losses(groups: Tensor, labels: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+    """Return the group of each entry of ``target``, which belong to all positions, or to all but the last of each sequence.
+
+    Most models compare position t with label t + 1, some (BART, T5, or with ``shift_labels``) with label t: see which it was.
+    """
     positions = valid.numel() // len(groups)
     if valid.numel() != len(groups) * positions or groups.shape[1] - positions not in (0, 1):
         raise ValueError(
             f"loss_groups cannot be used with this model: it computes {valid.numel()} losses for labels of shape "
             f"{tuple(groups.shape)}"
         )
-    return groups[:, :positions].flatten().to(valid.device)
+    groups, labels = (x.to(target.device) for x in (groups, labels))
+    same = (target.reshape(len(labels), -1) == labels[:, :positions]) | ~valid.reshape(len(labels), -1)
+    return torch.where(same.all(), groups, groups.roll(-1, 1))[:, :positions].flatten()

@@ -62,7 +62,7 @@ class TrainingCall:
     head: Any = None
     labels: bool = True  # False: the caller uses the logits after the call has returned
     evaluation: bool = False  # evaluation mode, or no gradients; not counted
-    loss_groups: Tensor | None = None  # of ``token_sums.label_groups``
+    loss_groups: tuple[Tensor, Tensor] | None = None  # of ``token_sums.label_groups``
     fused: int = 0
     few_tokens: bool = False
     answered: bool = False  # something differentiable was computed from the logits without making them

@@ -244,11 +244,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _install_forward(model, state, head, _Entry(None, previous_entry))
 
 
-def _label_groups(groups: Any, kwargs: dict[str, Any], config: CCEConfig) -> torch.Tensor:
+def _label_groups(groups: Any, kwargs: dict[str, Any], config: CCEConfig) -> tuple[torch.Tensor, torch.Tensor]:
     if not config.token_stats:
         raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
     shifted = kwargs.get("shift_labels")
-    return label_groups(groups, kwargs.get("labels") if shifted is None else shifted, shifted is not None)
+    return label_groups(groups, kwargs.get("labels") if shifted is None else shifted)
 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:

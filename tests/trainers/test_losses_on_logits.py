@@ -157,10 +157,12 @@ def test_token_statistics(items: dict[str, int]) -> None:
         assert_accurate(torch.tensor(found[name]), value, value, name, torch.float32)
 
 
-@pytest.mark.parametrize("form", ["sequence", "label", "shifted"])
+@pytest.mark.parametrize("form", ["sequence", "label", "shifted", "unshifted"])
 def test_loss_by_group(form: str) -> None:
     """The group of a label counts, not that of the position that predicts it. Calls without groups do not change these means."""
-    plain, patched = tiny_llama(), apply_cce(tiny_llama(), token_stats=True)
+    family = "bart" if form == "unshifted" else "llama"  # Transformers' BartForCausalLM does not shift labels
+    plain, patched = twins(family)
+    apply_cce(patched, token_stats=True)
     inputs = batch()
     labels = inputs["labels"]
     groups = torch.arange(len(labels)) if form == "sequence" else torch.arange(labels.numel()).view_as(labels) % 3
@@ -169,13 +171,14 @@ def test_loss_by_group(form: str) -> None:
     patched(**inputs, loss_groups=groups)
     found = patched.cce_stats()
     per_label = groups[:, None].expand_as(labels) if form == "sequence" else groups
-    per_position = per_label if form == "shifted" else shifted(per_label)
+    per_position = per_label if form in ("shifted", "unshifted") else shifted(per_label)
+    target = labels if form == "unshifted" else shifted(labels)
     with torch.no_grad():
         logits = plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    losses = F.cross_entropy(logits.flatten(0, 1), shifted(labels).flatten(), reduction="none").view_as(labels)
+    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(labels)
     expected = {
-        f"loss_group_{i}": losses[(per_position == i) & (shifted(labels) != -100)].mean()
-        for i in per_position[shifted(labels) != -100].unique().tolist()
+        f"loss_group_{i}": losses[(per_position == i) & (target != -100)].mean()
+        for i in per_position[target != -100].unique().tolist()
     }
     assert expected.keys() == {name for name in found if name.startswith("loss_group")}
     for name, value in expected.items():
