@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 Read = Callable[[int, int, torch.dtype], Tensor]  # (start, stop, dtype): dequantized rows [start, stop)
 Product = Callable[[Tensor, Tensor | None], Tensor]  # (hidden, bias or None): the library's own F.linear
@@ -73,8 +73,8 @@ class FrozenWeight(Tensor):
                 start, stop, _ = slice(*(*args[2:4], None, None)[:2]).indices(first.shape[0])
                 shape = (max(0, stop - start), first.shape[1])
                 return FrozenWeight.of(first.read, None, shape, first.dtype, first.device, first.start + start)
-        real = lambda x: x.dense() if isinstance(x, FrozenWeight) else x  # noqa: E731
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
+        args, kwargs = tree_map_only(FrozenWeight, FrozenWeight.dense, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def dense(weight: Tensor) -> Tensor:

@@ -466,15 +466,14 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
         values = x._compute_fused(lambda r: (gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
         if values.requires_grad and not x.recipe.call.labels:
             x.recipe.call.note_fused()
-    return values if torch.compiler.is_compiling() else _as_before(x, index, values)
+    return values if torch.compiler.is_compiling() else _repeat_known_values(x, index, values)
 
 
-def _as_before(x: Any, ids: Tensor, values: Tensor) -> Tensor:
-    """Give ``values`` of the token ids ``ids``, both [..., K], the numbers that were returned before for the same ids.
+def _repeat_known_values(x: Any, ids: Tensor, values: Tensor) -> Tensor:
+    """Overwrite ``values`` of the token ids ``ids``, both [..., K], with those returned earlier for the same ids.
 
     Code that compares the logit of a label with the largest one (margins, accuracy) must find equal numbers, but products of
-    other shapes round differently. The numbers are noted for later calls, in copies that the caller cannot change. Full logits
-    that are computed later get them too.
+    other shapes round differently. Copies of the values are kept for later calls, and for full logits that are computed later.
     """
     ids = ids.long()
     with torch.no_grad():  # the gradient stays that of ``values``
@@ -537,7 +536,7 @@ def _topk(x: Any, k: int, dim: Any = -1, largest: bool = True, sorted: bool = Tr
     if not known or not _can_block(x) or x.shared_storage.values is not None:
         return NotImplemented
     values, ids = _apply_by_blocks(x, lambda z: tuple(z.topk(k, -1)), (k,))
-    values = _as_before(x, ids, values)
+    values = _repeat_known_values(x, ids, values)
     if differentiable:
         values = _gather(x, -1, ids)  # the same numbers, with a gradient
     return NotImplemented if values is NotImplemented else torch.return_types.topk((values, ids))

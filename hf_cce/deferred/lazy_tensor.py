@@ -1,12 +1,12 @@
 """Lazy tensors: placeholders without storage for logits that have not been computed.
 
-A lazy tensor has one of two types, which share one table of supported operations. In eager code it is a ``torch.Tensor`` subclass
-with shape, dtype, device and a ``grad_fn``. It is a plain object, ``TensorProxy``, in compiled graphs, where Dynamo cannot create
-wrapper subclasses, and between the layers of an LM head, which need none. Other operations use the real tensor, computed once.
+A lazy tensor has one of two types. In eager code it is a ``torch.Tensor`` subclass with shape, dtype, device and a ``grad_fn``.
+In compiled graphs, where Dynamo cannot create such subclasses, and between the layers of an LM head it is a plain object,
+``TensorProxy``. Both share one table of supported operations. All other operations use the real tensor, which is computed once.
 
-In the backward pass, a fused loss returns a ``LazyGrad``, which refers to the losses whose gradient it is. Autograd passes it
-through hooks and other autograd functions like any tensor, up to ``HeadOutput``, the ``grad_fn`` of the head's output, which
-runs the fused backward. Reading a ``LazyGrad`` computes the dense gradient.
+In the backward pass, a fused loss returns a ``LazyGrad`` as the gradient of the logits: a list of the losses it comes from.
+Autograd passes it through hooks and other autograd functions like any tensor, up to ``HeadOutput``, the ``grad_fn`` of the head's
+output, which computes the gradients of hidden states and weight. Reading a ``LazyGrad`` computes the dense gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
 from hf_cce.spec import accumulation_dtype
@@ -81,8 +81,8 @@ class LazyTensor:
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
         if func in _AUTOGRAD:  # after a write in place, the gradient is that of the written tensor
-            written = lambda x: x._materialize(name) if isinstance(x, LazyTensor) and x._is_stale else x  # noqa: E731
-            return call_as_tensors(func, tree_map(written, args), tree_map(written, kwargs))
+            args, kwargs = tree_map_only(LazyTensor, lambda x: x._materialize(name) if x._is_stale else x, (args, kwargs))
+            return call_as_tensors(func, args, kwargs)
         if is_wrapper and _is_metadata_query(func):
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and name in ("detach_", "__set__"):
@@ -136,7 +136,7 @@ def _is_metadata_query(func: Any) -> bool:
     return getattr(func, "__name__", "") in _METADATA_METHODS or isinstance(func, torch._ops.OpOverload)
 
 
-def materialize_all(value: Any, why: str = "an operation") -> Any:
+def materialize_all(value: Any, why: str) -> Any:
     """Return ``value`` with every lazy tensor replaced by its real tensor, also inside lists, tuples and dictionaries."""
     return tree_map(lambda x: x._materialize(why) if isinstance(x, LazyTensor) else x, value)
 
@@ -231,7 +231,7 @@ def _unpack_unmodified(saved: tuple[Tensor, int | None]) -> Tensor:
 
 
 def version_of(x: Tensor | None) -> int | None:
-    """Return the version counter of ``x``; None for lazy tensors, which are computed anew from what was recorded."""
+    """Return the version counter of ``x``; None for tensors without one, and for lazy tensors, which have no values to modify."""
     return None if x is None or isinstance(x, LazyTensor) or x.is_inference() else x._version
 
 
@@ -240,24 +240,21 @@ def is_alias(func: Any, args: Any) -> bool:
     return func in _ALIASING_OPS or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
 
 
-def multiply(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
+def compute_logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, cast: torch.dtype | None) -> Tensor:
     """Compute the logits [..., V], in the autocast dtype ``cast`` if there is one; call with autocast disabled."""
     if cast is not None:
         hidden_states, weight, bias = hidden_states.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
     return full_logits(F.linear(as_replicated(hidden_states, weight), weight, bias))
 
 
-class Losses(NamedTuple):
-    """Results of the fused loss with their upstream gradients, and the leaves of the graph behind the results.
-
-    Results may be computed from ``boundaries`` in place of ``sources``: see ``graph_boundary``.
-    """
+class PendingLoss(NamedTuple):
+    """A fused loss in the backward pass, before the gradients of hidden states and weight are computed."""
 
     results: list[Tensor]
-    upstream: list[Tensor]
-    boundaries: tuple[Tensor, ...]
-    sources: tuple[Tensor, ...]
-    leaves: tuple[Tensor | None, ...]
+    upstream: list[Tensor]  # the gradients of ``results``
+    boundaries: tuple[Tensor, ...]  # inputs of the graph of ``results``, see ``graph_boundary``
+    sources: tuple[Tensor, ...]  # the tensor that each boundary stands for
+    leaves: tuple[Tensor | None, ...]  # hidden states, weight and bias: inputs of the graphs of results and sources
     call: Any
 
 
@@ -265,10 +262,11 @@ _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``gra
 
 
 def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
-    """Return ``source``, cut off from its graph, for the computation of a result.
+    """Return ``source`` as the input of a new graph, in which a result is computed from it.
 
-    The backward pass first computes the gradient of this leaf, then that of ``source``, together with all sources ``of_pass``, or
-    of what ``share_gradient`` puts in its place. If a ``value`` is given, it is returned instead.
+    The backward pass first computes the gradients of all such inputs. Then it computes the gradients of their sources, one pass
+    over the head at a time: ``of_pass`` identifies the pass that computed ``source``. See ``share_gradient`` for sources with
+    equal values. The returned tensor has the values of ``value`` if it is given.
     """
     if not source.requires_grad or torch.compiler.is_compiling():
         return source
@@ -279,9 +277,10 @@ def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | N
 
 
 def share_gradient(source: Tensor, equal: Tensor, of_pass: object, where: Tensor | None = None) -> None:
-    """Let the gradient of ``source`` flow through ``equal``, which has the same value, if other results have gradients, too.
+    """Replace ``source`` by ``equal``, which has the same values, in a backward pass of several fused losses.
 
-    With a mask ``where`` [..., K], this is for the entries of ``source`` [..., K] that equal those of ``equal`` [..., 1].
+    Their gradients are then computed in one pass over the head. With a mask ``where`` [..., K], only the masked entries of
+    ``source`` [..., K] are replaced, by those of ``equal`` [..., 1].
     """
     # ``equal`` must not depend on ``source``: that would be a reference cycle.
     _metadata(source)[_EQUAL], _metadata(equal)[_PASS] = (equal, where), of_pass
@@ -292,7 +291,7 @@ def _metadata(x: Tensor) -> dict[str, Any]:
 
 
 def _shared(source: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors that pass on the gradient ``grad`` of ``source``, each with its gradient."""
+    """Yield the tensors that receive the gradient ``grad`` of ``source``, each with its part; see ``share_gradient``."""
     equal, where = _metadata(source).get(_EQUAL, (None, None))
     if equal is None or where is not None:
         yield source, grad if where is None else grad.masked_fill(where, 0.0)
@@ -300,7 +299,7 @@ def _shared(source: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _shared(equal, grad if where is None else grad.where(where, 0.0).sum(-1, keepdim=True))
 
 
-def _leaf_gradients(losses: list[Losses]) -> list[Tensor | None]:
+def _leaf_gradients(losses: list[PendingLoss]) -> list[Tensor | None]:
     """Return the gradients of the leaves, which all ``losses`` share. One backward pass computes what they have in common."""
     leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
@@ -339,10 +338,10 @@ class TensorMeta(NamedTuple):
 
 
 class LazyGrad(Tensor):
-    """Gradient of lazy logits: losses, each with a function that computes its dense gradient, plus a dense part or None."""
+    """Gradient of lazy logits: a sum over losses, each with a function for its dense gradient, and of a dense tensor or None."""
 
     meta: TensorMeta
-    losses: tuple[tuple[Losses, Callable[[], Tensor]], ...]
+    losses: tuple[tuple[PendingLoss, Callable[[], Tensor]], ...]
     dense: Tensor | None
     call: Any
 
@@ -376,8 +375,8 @@ class LazyGrad(Tensor):
         summed = name == "add" and not kwargs and all(isinstance(x, LazyGrad) for x in args)
         if summed or name == "clone" or _is_metadata_query(func) or func in _AUTOGRAD:
             return call_as_tensors(func, args, kwargs)
-        real = lambda x: x.materialize(name) if isinstance(x, LazyGrad) else x  # noqa: E731
-        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+        args, kwargs = tree_map_only(LazyGrad, lambda x: x.materialize(name), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -404,8 +403,7 @@ class LazyGrad(Tensor):
         name = func._schema.name.partition("::")[2]
         # In a hook during torch.autograd.grad(loss, outputs.logits), which turns off ``__torch_function__``
         with enable_reentrant_dispatch():
-            real = lambda x: x.materialize(name) if isinstance(x, LazyGrad) else x  # noqa: E731
-            args, kwargs = tree_map(real, args), tree_map(real, kwargs or {})
+            args, kwargs = tree_map_only(LazyGrad, lambda x: x.materialize(name), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -442,7 +440,7 @@ def _head_gradients(grad: Tensor, operands: Any, needed: Any, cast: torch.dtype 
     if is_dtensor(weight):
         wanted = [x for x, need in zip(operands, needed, strict=True) if need]
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            logits = multiply(hidden_states, weight, bias, cast)
+            logits = compute_logits(hidden_states, weight, bias, cast)
         made = iter(torch.autograd.grad(logits, wanted, grad, create_graph=torch.is_grad_enabled()))
         return [next(made) if need else None for need in needed]
     with torch.autocast(grad.device.type, enabled=False):
@@ -534,8 +532,10 @@ class FusedResult(torch.autograd.Function):
             upstream = [grads[i].to(results[i].dtype) for i in used]
             return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
 
-        losses = Losses([results[i] for i in used], [grads[i] for i in used], boundaries, sources, leaves, recipe.call)
-        return LazyGrad.create(ctx.meta, ((losses, dense_grad),), None, recipe.call), None, None
+        loss = PendingLoss(
+            [results[i] for i in used], [grads[i] for i in used], boundaries, sources, leaves, recipe.call
+        )
+        return LazyGrad.create(ctx.meta, ((loss, dense_grad),), None, recipe.call), None, None
 
 
 class FullLogits(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hf_cce.deferred.handlers import CLASS_FIRST, HANDLERS
 from hf_cce.deferred.lazy_tensor import (
@@ -52,11 +52,11 @@ def lazy_logits(
         cast: the dtype in which autocast would compute the product, or None.
     """
     recipe = Recipe(hidden_states, weight, bias, TrainingCall() if call is None else call, cast)
-    return LazyLogitsInGraph(recipe.replace(aliases=[])) if torch.compiler.is_compiling() else to_wrapper(recipe)
+    return LazyLogitsInGraph(recipe.replace(aliases=[])) if torch.compiler.is_compiling() else to_eager(recipe)
 
 
-def to_wrapper(recipe: Recipe) -> Any:
-    """Return deferred logits for eager code, given a recipe whose tensors are part of the model's autograd graph."""
+def to_eager(recipe: Recipe) -> Any:
+    """Return ``LazyLogitsTensor`` for a recipe whose tensors are part of the model's autograd graph."""
     with private_saved_tensors():
         return HeadOutput.apply(LazyLogitsTensor, recipe.with_leaves(), *recipe.operands)
 
@@ -91,7 +91,7 @@ class LazyLogits(LazyTensor):
         return super()._call_handler(name, args, kwargs)
 
     def _check_fresh(self, for_values: bool = False) -> None:
-        """Raise a RuntimeError if the recipe is stale; ``for_values``: which does not matter if the full logits exist."""
+        """Raise a RuntimeError if the recipe is stale. ``for_values``: full logits that exist already do not need it."""
         if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
                 "these deferred logits may share memory with logits that were modified in place; modify logits before "
@@ -154,7 +154,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 with torch.no_grad():  # cloned, because the caller may change them, and ``compute`` may keep them
                     return tuple(None if x is None else x.detach().clone() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
-                recipe.call.answered = True
+                recipe.call.has_fused_result = True
                 return FusedResult.apply(self, compute, native)
         return native(self._materialize("their gradient"))  # only the logits themselves require a gradient
 
@@ -206,8 +206,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         written = func._schema.arguments and func._schema.arguments[0].alias_info
         if isinstance(first, LazyLogitsTensor) and written is not None and written.is_write:
             raise NotImplementedError(f"{name} on deferred logits, from C++; use outputs.logits.materialize()")
-        real = lambda x: x._materialize_values(name) if isinstance(x, LazyLogitsTensor) else x  # noqa: E731
-        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogitsTensor, lambda x: x._materialize_values(name), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class LazyLogitsInGraph(LazyLogits, TensorProxy):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.deferred.lazy_tensor import TensorMeta, multiply, version_of
+from hf_cce.deferred.lazy_tensor import TensorMeta, compute_logits, version_of
 from hf_cce.deferred.operations import Meaning, Op, apply_ops, meaning
 from hf_cce.deferred.training_call import OptimizerSteps, TrainingCall, is_freed
 from hf_cce.quantized import FrozenWeight
@@ -108,7 +108,7 @@ class Recipe:
 
     def build(self) -> Tensor:
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
-            made = apply_ops(self.ops, multiply(*self.operands, self.cast))
+            made = apply_ops(self.ops, compute_logits(*self.operands, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
     def scratch_bytes(self) -> int:

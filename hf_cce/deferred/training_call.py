@@ -1,4 +1,4 @@
-"""Counters of a model's training calls, used to report a run that misses the fused loss."""
+"""State of a training call, counters of all calls of a model, and warnings of calls that miss the fused loss."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainingCall:
     loss_groups: tuple[Tensor, Tensor] | None = None  # of ``token_sums.label_groups``
     fused: int = 0
     few_tokens: bool = False
-    answered: bool = False  # something differentiable was computed from the logits without making them
+    has_fused_result: bool = False  # a differentiable result was computed from hidden states and weight
     without_gradients: bool = False  # the head ran in no_grad
     adapted: bool = False  # PEFT has wrapped the head
     unknown_adapter: bool = False  # the adapter's own operations need the full logits

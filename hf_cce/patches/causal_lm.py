@@ -35,7 +35,7 @@ from hf_cce.config import CCEConfig
 from hf_cce.deferred.adapters import AdapterHead
 from hf_cce.deferred.head_input import HeadInput, head_input, linear
 from hf_cce.deferred.lazy_tensor import LazyTensor
-from hf_cce.deferred.logits import LazyLogits, to_wrapper
+from hf_cce.deferred.logits import LazyLogits, to_eager
 from hf_cce.deferred.token_sums import TokenSums, label_groups
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TrainingCall, warn
 from hf_cce.filter_state import FilterState
@@ -368,7 +368,7 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         # Returned by a compiled graph of only the head or only the model's forward. FSDP2 has no hooks on it, which would gather
         # the weight for the backward pass, so a weight that was freed must not be used.
         call.model = None
-        return _replace_logits(output, lambda value: to_wrapper(value.recipe))
+        return _replace_logits(output, lambda value: to_eager(value.recipe))
     return None
 
 
@@ -443,7 +443,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
         return
     call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
-    if call.fused == 0 and call.answered and not call.full_logits:
+    if call.fused == 0 and call.has_fused_result and not call.full_logits:
         call.note_fused()
     deferred = call.vocab_size is not None  # by another pass through the head
     if call.without_gradients and not (deferred or call.few_tokens):
