@@ -43,12 +43,12 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def why_not_defer(head: nn.Module, wrapper: Any, compiling: bool) -> str | None:
-    """Return why the structure of ``head`` does not allow deferring its matmul, or None. ``wrapper`` replaces its forward."""
+def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str | None:
+    """Return why ``head`` cannot defer its matmul, or None. ``foreign_forward``: a forward that others have set on it."""
     compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
-    plain = type(head).forward is nn.Linear.forward and wrapper is None
+    plain = type(head).forward is nn.Linear.forward and foreign_forward is None
     if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"
     for module in head.modules():

@@ -67,7 +67,7 @@ class Patch:
     token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
     outermost: Any = None  # weak reference to the wrapper that ``apply_cce`` was given
-    forward: Any = None  # the head's forward during a call; cached, as Dynamo makes a new graph for a new object
+    forward: Any = None  # the head's forward during a call, see ``_forward_of``
     warned: bool = False
     expects_entropy: bool = False  # after log-probabilities, the training loop asked for the entropy of the same logits
 
@@ -77,7 +77,7 @@ class Patch:
         self.key = str(self.filter_state.handle)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last two refer to modules that may have been replaced since
+        # Both refer to modules that may have been replaced since
         return {**vars(self), "forward": None, "outermost": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
         counted = training and (labels or kwargs.get("shift_labels") is not None)
         call = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
-        if (compiling or not trl.begin_call(call)) and counted:
+        if not (compiling or trl.begin_call(call)) and counted:
             _note_bypass(state)
         deferring = False
     elif compiling or getattr(model, "_is_replica", False):  # their outputs contain no logits
@@ -225,7 +225,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = why_not_defer(head, _wrapper_of(head), compiling)
+        reason = why_not_defer(head, _foreign_forward(head), compiling)
         if groups is not None and training and not compiling:
             call.loss_groups = _label_groups(groups, kwargs, state.config)
         if reason is None:
@@ -259,19 +259,20 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
     setattr(head, STATE, entry)
 
 
-def _wrapper_of(head: nn.Module) -> Any:
-    """Return what others, such as accelerate, have replaced the head's forward by, or None."""
+def _foreign_forward(head: nn.Module) -> Any:
+    """Return the forward that others, such as accelerate, have set on the head instance, or None."""
     forward = head.__dict__.get("forward")
     return forward.args[1] if _is_deferring_forward(forward) else forward
 
 
 def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
-    forward, previous = head.__dict__.get("forward"), _wrapper_of(head)
+    """Return the head's replaced forward. The same object at each call if possible, as Dynamo makes a new graph for a new one."""
+    forward, foreign = head.__dict__.get("forward"), _foreign_forward(head)
     if _is_deferring_forward(forward) and forward.args[0] is head:  # of an outer call, or left by a compiled call
         return forward
     forward = state.forward
-    if forward is None or forward.args[0] is not head or forward.args[1] is not previous:
-        forward = functools.partial(_deferring_forward, head, previous)
+    if forward is None or forward.args[0] is not head or forward.args[1] is not foreign:
+        forward = functools.partial(_deferring_forward, head, foreign)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
             state.forward = forward
     return forward
@@ -286,12 +287,12 @@ def _install_while_tracing(key: str) -> None:
     if (model := _models.get(key)) is None:
         return
     head, state = find_head(model), patch_of(model)
-    if head is not None and state is not None and why_not_defer(head, _wrapper_of(head), compiling=True) is None:
+    if head is not None and state is not None and why_not_defer(head, _foreign_forward(head), compiling=True) is None:
         head.forward = _forward_of(model, state, head)
 
 
-def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return the deferred output of the head's forward, or of ``previous``, a wrapper such as accelerate's."""
+def _deferring_forward(head: Any, foreign: Any, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return the deferred output of the head's own forward, or of a ``foreign`` one, such as accelerate's."""
     if hidden_states is None and "input" in kwargs:  # the argument's name in torch.nn.Linear
         hidden_states = kwargs.pop("input")
     entry = head.__dict__.get(STATE)
@@ -300,10 +301,10 @@ def _deferring_forward(head: Any, previous: Any, hidden_states: Any = None, *arg
         call.without_gradients, call = True, None
     elif not isinstance(hidden_states, torch.Tensor) or isinstance(hidden_states, HeadInput):
         call = None  # wrapped already if a hook of accelerate was added around a forward that a graph had left
-    forward = functools.partial(type(head).forward, head) if previous is None else previous
+    forward = functools.partial(type(head).forward, head) if foreign is None else foreign
     if call is None:  # this may be the Linear inside an adapter, with the adapter's deferred input
         return forward(hidden_states, *args, **kwargs)
-    if previous is None and type(head).forward is nn.Linear.forward:
+    if foreign is None and type(head).forward is nn.Linear.forward:
         return linear(hidden_states, head.weight, head.bias, call)
     call.adapted = type(head).forward is not nn.Linear.forward
     hidden_states = head_input(hidden_states, call)
@@ -417,15 +418,12 @@ def _replace_logits(output: Any, change: Any) -> Any:
     """Return the output with changed logits; a tuple drops logits that become None, as ``to_tuple`` does."""
     changed = [change(value) if isinstance(value, LazyLogits) else value for value in _values_of(output)]
     if isinstance(output, tuple):
-        dropped = [isinstance(old, LazyLogits) and new is None for old, new in zip(output, changed, strict=True)]
-        return tuple(value for value, is_dropped in zip(changed, dropped, strict=True) if not is_dropped)
+        return tuple(new for old, new in zip(output, changed, strict=True) if new is not None or old is None)
     return type(output)(**dict(zip(output, changed, strict=True))) if isinstance(output, dict) else output
 
 
 def _note_bypass(state: Patch) -> None:
     """Count a call of TRL's forward, which bypasses the head and the model's loss, and warn once that the patch has no effect."""
-    if torch.compiler.is_compiling():
-        return
     state.stats.bypassed += 1
     if state.stats.bypassed == 1:
         warn(
