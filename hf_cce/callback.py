@@ -143,21 +143,21 @@ class CCECallback(TrainerCallback):
             _say(args, state, f"hf_cce: the losses of this training run are computed {way}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        patch = patch_of(causal_lm(kwargs["model"])) if logs is not None and "loss" in logs else None
-        if patch is not None and logs is not None:
-            found: dict[str, float] = {"fused": patch.stats.fused, "materialized": patch.stats.materialized}
-            found |= patch.token_sums.means(self._token_sums)
-            self._token_sums = patch.token_sums.sums
-            if self.details:
-                found |= patch.filter_state.stats()
-                device = next(causal_lm(kwargs["model"]).parameters()).device
-                if device.type == "cuda":
-                    found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-            # Finite values only: JSON has no NaN.
-            entry = {f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)}
-            logs.update(entry)  # for the callbacks that come after this one
-            if state.log_history:
-                state.log_history[-1].update(entry)
+        if logs is None or "loss" not in logs or (patch := patch_of(causal_lm(kwargs["model"]))) is None:
+            return
+        found: dict[str, float] = {"fused": patch.stats.fused, "materialized": patch.stats.materialized}
+        found |= patch.token_sums.means(self._token_sums)
+        self._token_sums = patch.token_sums.sums
+        if self.details:
+            found |= patch.filter_state.stats()
+            device = next(causal_lm(kwargs["model"]).parameters()).device
+            if device.type == "cuda":
+                found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        # Finite values only: JSON has no NaN.
+        entry = {f"cce/{key}": round(value, 6) for key, value in found.items() if math.isfinite(value)}
+        logs.update(entry)  # for the callbacks that come after this one
+        if state.log_history:
+            state.log_history[-1].update(entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, self._run = self._run, None

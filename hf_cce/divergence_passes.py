@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.matmul import multiply, multiply_add, supports_fp32_out
-from hf_cce.reference import (
-    apply_scale_and_softcap_,
-    fp16_unit,
-    scratch_bytes,
-)
+from hf_cce.reference import apply_scale_and_softcap_, fp16_unit, scratch_bytes
 from hf_cce.spec import accumulation_dtype
 
 

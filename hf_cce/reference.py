@@ -170,11 +170,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
 
 
 def logit_stats_backward(
-    x: Inputs,
-    spec: LossSpec,
-    lse: Tensor,
-    entropy: Tensor | None,
-    grads: TokenGrads,
+    x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of hidden [N, D], weight [V, D] and bias [V]; empty where not needed.
 

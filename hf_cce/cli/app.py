@@ -53,9 +53,7 @@ def doctor(options: argparse.Namespace, out: Output) -> int:
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model_name_or_path",
-        metavar="MODEL",
-        help="a folder, a name on the Hub, or a model type such as llama",
+        "model_name_or_path", metavar="MODEL", help="a folder, a name on the Hub, or a model type such as llama"
     )
     parser.add_argument("--tiny", action="store_true", help="use a small random model (always done for a model type)")
     add_device(parser, default="cpu")

@@ -17,15 +17,7 @@ from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_factors, exp_to_dlogits
 from hf_cce.kernels.exp_products import pays_and_fits, write_hidden_gradient, write_weight_gradient
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
-from hf_cce.kernels.launch_config import (
-    Plan,
-    ceil_div,
-    empty_slab,
-    make_plan,
-    operand,
-    slab_width,
-    uses_hopper,
-)
+from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
 from hf_cce.matmul import ALIGNED, multiply_add
