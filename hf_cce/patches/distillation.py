@@ -81,7 +81,7 @@ def install_on_trainer(args: Any) -> bool:
     """Return whether ``args`` belong to a supported DistillationTrainer; if so, handle its divergences in steps."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(args).__mro__]
     module: Any = sys.modules.get(MODULE) if ARGUMENTS_OF_TRAINER in names else None
-    return trl.replace(getattr(module, NAME, None), ARGUMENTS, current, _handle_call)
+    return trl.intercept(getattr(module, NAME, None), ARGUMENTS, current, _handle_call)
 
 
 def install() -> None:

@@ -38,10 +38,11 @@ Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
 
 
-def replace(function: Any, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
-    """Handle the calls of an autograd function of TRL while ``current`` is set.
+def intercept(function: Any, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
+    """Replace ``apply`` of an autograd function of TRL, once, by one that calls ``handler`` while ``current`` is set.
 
-    ``handler`` gets the value of ``current`` and the function's arguments by name, and may return NotImplemented.
+    ``handler`` gets the value of ``current`` and the function's arguments by name. If it returns NotImplemented, the original
+    ``apply`` is called.
 
     Returns:
         False if the function is None or does not have exactly these arguments; it is then unchanged.
@@ -65,7 +66,7 @@ def replace(function: Any, arguments: tuple[str, ...], current: ContextVar[Any],
 def begin_call(call: TrainingCall) -> bool:
     """Handle TRL's calls in this thread for ``call`` from now on; return False if this TRL is not supported."""
     utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
-    known = replace(getattr(utils, NAME, None), ARGUMENTS, _current, _handle_call)
+    known = intercept(getattr(utils, NAME, None), ARGUMENTS, _current, _handle_call)
     if known:
         _current.set(call)
     return known

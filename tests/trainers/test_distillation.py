@@ -118,7 +118,7 @@ def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: fl
     g = torch.Generator().manual_seed(0)
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]
-    assert trl_patch.replace(FUNCTION, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
+    assert trl_patch.intercept(FUNCTION, distillation.ARGUMENTS, distillation.current, distillation._handle_call)
     patch = Patch(CCEConfig())
 
     def answer(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:

@@ -201,7 +201,7 @@ def test_log_probabilities_and_gradients(scale: float, softcap: float | None, te
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
     function = trl.trainer.utils._ChunkedLogProbFunction
-    assert trl_patch.replace(function, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
+    assert trl_patch.intercept(function, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     call = trl_patch.TrainingCall()
 
@@ -247,7 +247,7 @@ def test_zero_3_head_gathered_for_the_call(trained: str | None, whole: bool) -> 
 
     call = trl_patch.TrainingCall()
     token = trl_patch._current.set(call)
-    assert trl_patch.replace(Original, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
+    assert trl_patch.intercept(Original, trl_patch.ARGUMENTS, trl_patch._current, trl_patch._handle_call)
     found = Original.apply(hidden, *head.values(), targets, 1.0, 32)
     trl_patch._current.reset(token)
     if trained or not whole:
