@@ -227,15 +227,11 @@ def _mul(x: Any, other: Any) -> Any:
     return _product(x, other) if isinstance(other, LazyTensor) else _scale(x, "mul", other)
 
 
-@implements("div", "divide", "true_divide", "__truediv__")
-def _div(x: Any, other: Any) -> Any:
-    return _scale(x, "div", other)
-
-
 def _scale(x: Any, name: str, value: Any) -> Any:
     return _elementwise(x, (name, value)) if is_number(value) and not x.recipe.mask_ops() else NotImplemented
 
 
+implements("div", "divide", "true_divide", "__truediv__")(lambda x, other: _scale(x, "div", other))
 implements("neg", "negative", "__neg__")(lambda x: _scale(x, "mul", -1))
 
 

@@ -108,7 +108,7 @@ def loss_bytes(variant: str, tokens: int, model: Model, dtype: str, budget: int 
         peak = max(BYTES_PER_LOGIT * logits, item_bytes * logits + gradient_bytes)
     elif found.strategy == "one_block":
         peak = one_block_bytes(Problem(*sizes, torch_dtype, torch.device("cuda"))) + gradient_bytes
-    else:  # the filter may rest; float32 logits of all tokens need no more
+    else:  # the filter may pause; float32 logits of all tokens need no more
         peak = min(max(found.memory_budget, unfiltered.memory_budget), 4 * logits) + gradient_bytes
     return peak, gradient_bytes, few_tokens
 

@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
         labels = self.labels.to(where) if isinstance(where, torch.device) else self.labels
         return Inputs(self.hidden.detach().to(where), self.weight.detach().to(where), labels, bias)
 
-    def trained(self) -> dict[str, Tensor]:
+    def leaves(self) -> dict[str, Tensor]:
         """Return the tensors that get gradients, with ``requires_grad`` set, by the names of their gradients."""
         tensors = {"∂hidden": self.hidden, "∂weight": self.weight} | ({} if self.bias is None else {"∂bias": self.bias})
         return {name: x.requires_grad_() for name, x in tensors.items()}
@@ -135,7 +135,7 @@ def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str
     """
     scale = LOSS_SCALE.get(dtype, 1.0)
     copy = inputs.to(dtype)
-    trained, (hidden, weight, all_labels, bias) = copy.trained(), copy
+    leaves, (hidden, weight, all_labels, bias) = copy.leaves(), copy
     count = max(1, int((all_labels != IGNORED).sum()))
     size = len(hidden) if dtype == inputs.hidden.dtype else max(1, CHUNK_BYTES // (8 * len(weight)))
     losses, log_probs = [], []
@@ -144,7 +144,7 @@ def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str
         (loss * scale).backward()
         losses.append(loss.detach())
         log_probs.append(lp.detach())
-    gradients = {name: x.grad for name, x in trained.items() if x.grad is not None}
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
     return {"loss": torch.stack(losses).sum(), "log-probs": torch.cat(log_probs), **gradients}
 
 
@@ -154,17 +154,17 @@ def with_hf_cce(inputs: Inputs, case: Case, config: CCEConfig) -> dict[str, Tens
     options: dict[str, Any] = dict(logit_scale=case.logit_scale, softcap=case.softcap, config=config)
     more: dict[str, Any] = dict(label_smoothing=case.label_smoothing, z_loss=case.z_loss, filter_state=state)
     copy = inputs.to(inputs.hidden.dtype)
-    trained, (hidden, weight, labels, bias) = copy.trained(), copy
+    leaves, (hidden, weight, labels, bias) = copy.leaves(), copy
     # A gradient filter drops nothing in its first step, and needs a few to find its threshold.
     for _ in range(4 if config.gradient_filter is not None and hidden.is_cuda else 1):
-        for x in trained.values():
+        for x in leaves.values():
             x.grad = None
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options, **more)
         (loss * scale).backward()
         float(loss.detach())  # synchronize, so that the filter's measurements of this step arrive
     with torch.no_grad():
         log_probs = linear_log_probs(hidden, weight, labels, bias=bias, **options).log_probs
-    gradients = {name: x.grad for name, x in trained.items() if x.grad is not None}
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
     return {"loss": loss.detach(), "log-probs": log_probs, **gradients}
 
 
