@@ -179,7 +179,7 @@ class Divergence(torch.autograd.Function):
         ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
         given = (None, None, None) if ctx.teacher else teacher[:3]
         ctx.save_for_backward(hidden, weight, bias, *given, *tokens, *rows)
-        ctx.rest = student[3:], teacher[3:], v, spec, factor
+        ctx.options = student[3:], teacher[3:], v, spec, factor
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(entropy, n) if spec.entropy else entropy
         ctx.mark_non_differentiable(entropy)
@@ -191,7 +191,7 @@ class Divergence(torch.autograd.Function):
             return (None,) * 8
         refuse_second_derivative()
         saved = ctx.saved_tensors
-        student_form, teacher_form, v, spec, factor = ctx.rest
+        student_form, teacher_form, v, spec, factor = ctx.options
         student, teacher, tokens = (
             Head(*saved[:3], *student_form),
             ctx.teacher or Head(*saved[3:6], *teacher_form),

@@ -126,14 +126,14 @@ class TopKDivergence(torch.autograd.Function):
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         ctx.teacher = teacher if any(x.is_inference() for x in teacher) else None
         ctx.save_for_backward(hidden, weight, bias, *((None, None) if ctx.teacher else teacher), *rows)
-        ctx.rest = student[3:], lump, spec, factor
+        ctx.options = student[3:], lump, spec, factor
         return divergence
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
         hidden, weight, bias, ids, log_p, *rows = ctx.saved_tensors
-        form, lump, spec, factor = ctx.rest
+        form, lump, spec, factor = ctx.options
         teacher = ctx.teacher or (ids, log_p)
         student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
         with compute_context(hidden):

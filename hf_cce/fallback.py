@@ -155,7 +155,7 @@ class LogitGrads:
 
     logits: Tensor
     hidden: Tensor  # [n, D], zero in ignored rows
-    rows: Tensor | None  # [n], see ``reference.select_rows``
+    chosen: Tensor | None  # [n], indices of the tokens, see ``reference.select_rows``
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -169,10 +169,10 @@ class LogitGrads:
 
     def _multiply(self, x: Inputs, spec: LossSpec, by_token: Tensor, by: Tensor | None) -> list[Tensor | None]:
         by_token = torch.where(x.labels == spec.ignore_index, 0, by_token)
-        by_row = by_token if self.rows is None else by_token[self.rows]
+        by_row = by_token if self.chosen is None else by_token[self.chosen]
         hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
         grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, by_row, by)
-        return [None if grad_hidden is None else put_rows(grad_hidden, self.rows, len(x.hidden)), *others]
+        return [None if grad_hidden is None else put_rows(grad_hidden, self.chosen, len(x.hidden)), *others]
 
 
 def split_factors(dtype: torch.dtype, by_row: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -240,31 +240,32 @@ def token_losses(
     ``make_factor`` is called when a GPU has its first GEMM; it checks the labels and returns a factor that upstream gradients
     contain.
     """
-    (hidden, _, _, labels), rows = reference.select_rows(x, spec, mask=any(spec.needs))
+    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor, exact=not _is_plain(spec))
     loss, lse = (
-        put_rows(each, rows, len(x.labels)) for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
+        put_rows(each, chosen, len(x.labels))
+        for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
     )
-    return loss, lse, factor, LogitGrads(z, hidden, rows, scale)
+    return loss, lse, factor, LogitGrads(z, hidden, chosen, scale)
 
 
 @dataclass
 class GradSums:
     """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
 
-    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit, and ``rest`` those of the
-    other rows.
+    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit, and ``overflow`` those of
+    the other rows.
     """
 
     hidden: Tensor | None  # [n, D]
-    rows: Tensor | None  # [n], see ``reference.select_rows``
+    chosen: Tensor | None  # [n], indices of the tokens, see ``reference.select_rows``
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
     weight: Tensor | None = None  # [rows, D], rows <= V
-    rest: Tensor | None = None  # [V − rows, D]
+    overflow: Tensor | None = None  # [V − rows, D]
 
     def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
         multiplier = (factor * grad).to(lse.dtype) / self.scale
@@ -275,7 +276,7 @@ class GradSums:
             return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=like.dtype))
 
         grad_hidden, self.hidden = rounded(self.hidden, x.hidden), None
-        grad_hidden = None if grad_hidden is None else put_rows(grad_hidden, self.rows, len(x.hidden))
+        grad_hidden = None if grad_hidden is None else put_rows(grad_hidden, self.chosen, len(x.hidden))
         grad_bias = rounded(self.bias, x.bias)
         if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
             return [grad_hidden, rounded(self.weight, x.weight), grad_bias]
@@ -283,8 +284,8 @@ class GradSums:
         # In ascending order, a row is read before its memory is overwritten.
         for part in chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):
             self.grad_weight[part] = self.weight[part] * multiplier
-        if self.rest is not None:
-            torch.mul(self.rest, multiplier, out=self.grad_weight[rows:])
+        if self.overflow is not None:
+            torch.mul(self.overflow, multiplier, out=self.grad_weight[rows:])
         return [grad_hidden, self.grad_weight, grad_bias]
 
 
@@ -309,8 +310,8 @@ def token_blocks(
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNED * ALIGNED
         sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d)
         if fit < v:
-            sums.rest = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
-            room = max(room - sums.rest.nbytes, room // 2)
+            sums.overflow = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
+            room = max(room - sums.overflow.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
     block = tokens_per_block(n, v, dtype, on_cpu, room)
@@ -321,7 +322,7 @@ def token_blocks(
         z = products(h, x.weight, x.bias, slab[: h.shape[0]])
         if start == 0:  # a GPU has its first GEMM
             valid, factor = labels != spec.ignore_index, make_factor()
-            for total in (sums.weight, sums.rest, sums.bias):
+            for total in (sums.weight, sums.overflow, sums.bias):
                 if total is not None:
                     total.zero_()
         losses[rows], lse[rows] = (to_gradients or logits_to_gradients)(
@@ -332,8 +333,8 @@ def token_blocks(
         if sums.weight is not None:
             fit = sums.weight.shape[0]
             multiply_add(sums.weight, z[:, :fit].t(), h)
-            if sums.rest is not None:
-                multiply_add(sums.rest, z[:, fit:].t(), h)
+            if sums.overflow is not None:
+                multiply_add(sums.overflow, z[:, fit:].t(), h)
         if sums.bias is not None:
             sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
     return losses, put_rows(lse, chosen, len(x.labels)), factor, sums

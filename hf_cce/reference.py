@@ -88,10 +88,10 @@ def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> t
 
 
 def select_rows(x: Inputs, spec: LossSpec, mask: bool = True) -> tuple[Inputs, Tensor | None]:
-    """Return the tokens with a label, and others if they are few, with their indices; None: all have one.
+    """Return the inputs of the tokens that have a label, and the indices of these tokens; None if no token is left out.
 
-    On a GPU, where finding them would synchronize, return all. The hidden states of others are zeroed, so that NaN there cannot
-    propagate; on a GPU only if ``mask``.
+    On a GPU no token is left out, because finding them would synchronize. On a CPU at least ``MIN_ROWS_CPU`` tokens are kept. The
+    hidden states of tokens without a label are zeroed, so that NaN there cannot propagate; on a GPU only if ``mask``.
     """
     valid = x.labels != spec.ignore_index
     if _would_sync(valid):
