@@ -234,7 +234,7 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
 
 
 def decide(p: Problem, spec: LossSpec, implementation: str) -> str:
-    """Return the strategy without the gradient filter if ``prefers_full_logits`` is False."""
+    """Return the name of the unfiltered strategy, a key of ``WHY``, for a loss that does not prefer full logits."""
     if implementation == "triton":
         # Without gradients, the tile kernels compute the logits once, too: fewer launches pay off for few tokens only.
         pays = any(spec.needs) or p.tokens * p.vocab_size <= FULL_LOGITS_MAX
@@ -246,7 +246,7 @@ def decide(p: Problem, spec: LossSpec, implementation: str) -> str:
 
 
 def is_few(p: Problem, spec: LossSpec, most: int = 0) -> bool:
-    """Return True if all logits in the inputs' dtype fit the budget, and are few or take at most ``most`` bytes."""
+    """Return True if all logits in the inputs' dtype are few and fit the budget, or take at most ``most`` bytes."""
     return 0 < one_block_bytes(p) <= max(most, min(spec.memory_budget, ONE_BLOCK_BYTES))
 
 
@@ -316,7 +316,7 @@ def dispatch_statistics(
 def dispatch_fused_statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True, with_lse: bool = True
 ) -> Statistics:
-    """Return the strategy for exact per-token statistics, full logits excluded. They may keep logits if allowed."""
+    """Return the strategy for exact per-token statistics, full logits excluded. ``keeps_logits``: it may keep logits."""
     p = Problem.of(x)
     remaining = _spec_after_dequantization(x, spec)
     if remaining is None:

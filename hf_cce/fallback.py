@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.matmul import ALIGNED, multiply, multiply_add, product, supports_fp32_out
+from hf_cce.matmul import ALIGNED, multiply, multiply_add, multiply_rounded, supports_fp32_out
 from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
@@ -207,12 +207,12 @@ def logit_products(
     elif need_weight:
         grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
     if need_hidden:
-        unscaled = multiply(g, weight, rounded=True)
+        unscaled = multiply(g, weight, may_round=True)
         grad_hidden = unscaled if unscaled.dtype == g.dtype else torch.empty_like(unscaled, dtype=g.dtype)
         torch.mul(unscaled, total[:, None], out=grad_hidden)
     if need_bias:
         largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
-        grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None], rounded=True)[:, 0] * largest
+        grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None], may_round=True)[:, 0] * largest
         grad_bias = (grad_bias if by is None else grad_bias * by).to(g.dtype)
     return grad_hidden, grad_weight, grad_bias
 
@@ -329,14 +329,14 @@ def token_blocks(
             z, labels[rows], spec, sums.scale, x.bias is not None
         )
         if sums.hidden is not None:
-            sums.hidden[rows] = multiply(z, x.weight, rounded=True).mul_(valid[rows, None])
+            sums.hidden[rows] = multiply(z, x.weight, may_round=True).mul_(valid[rows, None])
         if sums.weight is not None:
             fit = sums.weight.shape[0]
             multiply_add(sums.weight, z[:, :fit].t(), h)
             if sums.overflow is not None:
                 multiply_add(sums.overflow, z[:, fit:].t(), h)
         if sums.bias is not None:
-            sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), rounded=True)[:, 0])
+            sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), may_round=True)[:, 0])
     return losses, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 
@@ -435,7 +435,7 @@ def stored_gradients(
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
             del f, log_p  # free them before the next ones are allocated
     return [
-        put_rows(product(z, x.weight), chosen, len(x.hidden)) if need_hidden else None,
+        put_rows(multiply_rounded(z, x.weight), chosen, len(x.hidden)) if need_hidden else None,
         torch.mm(z.t(), hidden) if need_weight else None,
         z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
     ]

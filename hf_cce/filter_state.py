@@ -66,8 +66,8 @@ class FilterState:
     def __init__(self) -> None:
         self._tau: Tensor | None = None
         self._gradient_filter: str | float | None = None  # the gradient_filter that the threshold is for
-        self._calls = 0
-        self._first_call = 0  # number of the first call, or of the first after the last pause
+        self._steps = 0  # filtered steps so far
+        self._first_step = 0  # value of ``_steps`` at the start, or after the last pause
         self._last: Any = None  # report of the last step
         self._error: Tensor | None = None
         self._weight_error: Tensor | None = None
@@ -136,7 +136,7 @@ class FilterState:
 
     def vocabulary(self, weight: Tensor) -> Any | None:
         """Return the cached order for a weight of this shape, device and dtype; None if there is none or it is stale."""
-        if self._vocabulary is None or _capturing() or self._calls % SORT_EVERY == 0:
+        if self._vocabulary is None or _capturing() or self._steps % SORT_EVERY == 0:
             return None
         key, vocabulary = self._vocabulary
         return vocabulary if key == (weight.shape, weight.device, weight.dtype) else None
@@ -147,14 +147,14 @@ class FilterState:
             return
         key = weight.shape, weight.device, weight.dtype  # tile sizes and padding depend on the dtype
         known = self._vocabulary
-        if known is not None and known[0] == key and self._calls % COVARIANCE_EVERY and vocabulary.covariance is None:
+        if known is not None and known[0] == key and self._steps % COVARIANCE_EVERY and vocabulary.covariance is None:
             vocabulary.covariance = known[1].covariance
         self._vocabulary = key, vocabulary
 
     def measure(self) -> bool:
         """Return True if the error of this step should be estimated."""
-        fresh = self._calls - self._first_call < MEASURE_FIRST
-        return (fresh or self._calls % MEASURE_EVERY == 0) and not _capturing()
+        fresh = self._steps - self._first_step < MEASURE_FIRST
+        return (fresh or self._steps % MEASURE_EVERY == 0) and not _capturing()
 
     def report(self, report: Any) -> None:
         """Store the report of a backward pass (kernels.filter.workspace.FilterReport) and update τ. Does not synchronize."""
@@ -162,7 +162,7 @@ class FilterState:
         tau = self.next_tau(report)
         if tau is not None:
             self._error, self._weight_error, self._tau = report.error, report.weight_error, tau
-        due = self._pending is None and (self.probe_only() or self._calls % READ_EVERY == 0)
+        due = self._pending is None and (self.probe_only() or self._steps % READ_EVERY == 0)
         if due and not _capturing():
             kept, event = report.kept, None
             if kept.is_cuda:
@@ -170,8 +170,8 @@ class FilterState:
                 kept = host.copy_(kept, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._pending = _PendingCount(kept, event, report.tiles, self._calls + READ_AFTER)
-        self._calls += 1
+            self._pending = _PendingCount(kept, event, report.tiles, self._steps + READ_AFTER)
+        self._steps += 1
 
     def next_tau(self, report: Any) -> Tensor | None:
         """Return the next τ; None if the report has no estimated error.
@@ -192,7 +192,7 @@ class FilterState:
         ratios = [target / x.clamp_min(1e-12) for x, target in measured]
         step = (ratios[0] if len(ratios) == 1 else torch.minimum(*ratios)).clamp(0.25, 4.0)
         # Estimates are noisy: after the first one, take half the step on a log scale.
-        if self._calls != self._first_call:
+        if self._steps != self._first_step:
             step = step.sqrt()
         step = step.nan_to_num(1.0)
         return (self._tau * step).clamp(SMALLEST_TAU, LARGEST_TAU)
@@ -200,14 +200,14 @@ class FilterState:
     def _read_pending(self) -> None:
         """Read the pending count, and pause the filter for some steps if it kept too many tiles."""
         pending = self._pending
-        if pending is None or _capturing() or self._calls < pending.due:
+        if pending is None or _capturing() or self._steps < pending.due:
             return
         if pending.event is not None:
             pending.event.synchronize()
         self._pending = None
         self._probing = int(pending.kept) / pending.tiles > PAUSE_SHARE
         if self._probing:
-            self._paused, self._first_call = PAUSE_STEPS, self._calls
+            self._paused, self._first_step = PAUSE_STEPS, self._steps
 
     def stats(self) -> dict[str, float]:
         """Return the measurements of the last filtered step; empty before the first. Synchronizes.

@@ -45,17 +45,17 @@ def multiply_add(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> No
         total.addmm_(a, b)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiply_rounded(a: Tensor, b: Tensor) -> Tensor:
     """Return a · b in the dtype of ``a``, rounded once."""
     return multiply(a, b).to(a.dtype) if _unaligned_tail(a.shape[1], a.stride(1), a) else a @ b
 
 
-def multiply(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
-    """Return a · b in the accumulation dtype. ``rounded``: if it cannot be computed from 16-bit operands, it may be rounded."""
+def multiply(a: Tensor, b: Tensor, may_round: bool = False) -> Tensor:
+    """Return a · b in the accumulation dtype. ``may_round``: round to 16 bits rather than cast 16-bit operands."""
     acc_dtype = accumulation_dtype(a.dtype)
     if a.dtype == acc_dtype:
         return a @ b
-    if rounded and not supports_fp32_out(a):
+    if may_round and not supports_fp32_out(a):
         return (a @ b).to(acc_dtype)
     total = torch.empty((a.shape[0], b.shape[1]), device=a.device, dtype=acc_dtype)
     multiply_add(total, a, b, first=True)

@@ -279,7 +279,7 @@ def needs_custom_op(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or is_in_torch_dispatch_mode()
 
 
-class _Fused(torch.autograd.Function):
+class _StrategyCall(torch.autograd.Function):
     """One call of a strategy. A second backward and a traced backward recompute the gradients."""
 
     @staticmethod
@@ -318,7 +318,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
     if isinstance(strategy, FullLogits):
         with compute_context(x.hidden):
             return strategy.loss(x)
-    return _Fused.apply(strategy, *x)[0]
+    return _StrategyCall.apply(strategy, *x)[0]
 
 
 def statistics(
@@ -335,6 +335,6 @@ def statistics(
         if isinstance(strategy, FullLogits):
             with compute_context(x.hidden):
                 return strategy.statistics(x, wanted, with_lse)
-        outputs = _Fused.apply(strategy, *x)
+        outputs = _StrategyCall.apply(strategy, *x)
     stats = LogitStats(*outputs[:6])
     return outputs[6] if len(outputs) > 6 else stats.lse - stats.label_logit, stats

@@ -186,6 +186,7 @@ class Strategy:
         return []
 
     def factor(self, x: Inputs) -> Tensor:
+        """Check the labels and return the factor on the summed loss."""
         return validate_labels(x.labels, self.spec, x.weight.shape[0], self.divisor, self.triton)
 
 
@@ -408,7 +409,7 @@ class Statistics(Strategy):
         self.wanted = wanted
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        self.factor(x)
+        self.factor(x)  # checks the labels
         stats = implementation(self.triton).logit_stats(x, self.spec, self.wanted)
         return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
 
@@ -493,7 +494,7 @@ class FilteredStatistics(Filtered):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         wanted = self.unfiltered.wanted
-        self.factor(x)
+        self.factor(x)  # checks the labels
         result = kernels_module().filtered_stats(x, self.spec, wanted, self.state.vocabulary(x.weight))
         if result is None:
             return self.unfiltered.forward(x)

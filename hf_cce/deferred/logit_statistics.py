@@ -74,6 +74,7 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     if ids is not None:
         found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
         return _pass_over_head(r, ids, wanted) if found is None else found
+    # Gathered logits of the same or of a larger tensor get their gradient from this pass
     gathered = r.call.gathered if wanted.get("logsumexp") and torch.is_grad_enabled() else None
     source = None if gathered is None else _ancestor(r, gathered.identity)
     if source is None:

@@ -70,7 +70,7 @@ class TrainingCall:
     adapted: bool = False  # PEFT has wrapped the head
     unknown_adapter: bool = False  # the adapter's own operations need the full logits
     vocab_size: int | None = None  # of the deferred logits
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why full logits were computed
     full_logits: bool = False  # they were computed, and counted, at least once
     traced: int = 0  # number of ``fused`` that are in a compiled graph
     closed: bool = False  # the call has returned

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_cce.kernels.launch_config import empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, softcapped
-from hf_cce.matmul import multiply_add, product
+from hf_cce.matmul import multiply_add, multiply_rounded
 from hf_cce.spec import Inputs, LossSpec
 
 
@@ -203,7 +203,7 @@ def gradients(
     """Return the gradients of hidden, weight and bias, None if not needed; see ``overwrite_with_gradient``."""
     g, (need_hidden, need_weight, need_bias) = overwrite_with_gradient(rows, x.labels, spec, grad, factor), spec.needs
     return (
-        product(g, x.weight) if need_hidden else None,
+        multiply_rounded(g, x.weight) if need_hidden else None,
         g.t() @ x.hidden if need_weight else None,
         g.sum(0, dtype=torch.float32).to(x.weight.dtype) if need_bias else None,
     )

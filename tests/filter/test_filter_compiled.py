@@ -227,5 +227,5 @@ def test_each_model_has_its_own_state() -> None:
     for each in (other, other, model, other):
         run(each).backward()
     assert (model.cce_stats()["calls"], other.cce_stats()["calls"]) == (2, 4)
-    assert patch_of(model).filter_state._calls == 2 and patch_of(other).filter_state._calls == 3
+    assert patch_of(model).filter_state._steps == 2 and patch_of(other).filter_state._steps == 3
     assert counter.frame_count <= 4

@@ -210,7 +210,7 @@ def test_memory_budgets_hold(
             x.grad = None
 
     step()  # compiles kernels and allocates cuBLAS's workspace
-    state._calls = 0
+    state._steps = 0
     for number in range(6):
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]

@@ -206,9 +206,9 @@ def test_the_requested_error_is_reached(counts: Counter[str], monkeypatch: pytes
 def test_pauses_while_too_much_is_kept_and_resumes() -> None:
     state, hidden, event = FilterState(), torch.zeros(1), Mock()
     state._pending = state_module._PendingCount(torch.tensor(90), event, 100, state_module.READ_AFTER)
-    for state._calls in range(state_module.READ_AFTER):  # read at a fixed step, however early it arrives
+    for state._steps in range(state_module.READ_AFTER):  # read at a fixed step, however early it arrives
         assert state.threshold(0.01, hidden) is not None and not event.synchronize.called
-    state._calls = state_module.READ_AFTER
+    state._steps = state_module.READ_AFTER
     paused = 0
     while state.threshold(0.01, hidden) is None:
         paused += 1
@@ -269,7 +269,7 @@ def test_the_vocabulary_order_and_covariance_are_reused(counts: Counter[str], mo
         assert (after.covariance is before.covariance) == (number % 4 != 0)
     # Another head, or another dtype with other tile sizes, gets its own order.
     for options in ({"v": 70}, {"d": 24, "v": 70}, {"d": 24, "v": 70, "dtype": torch.float16}):
-        state._calls = 1
+        state._steps = 1
         before = state._vocabulary[1].vocab_perm
         step(state, **options)  # type: ignore[arg-type]
         assert state._vocabulary[1].vocab_perm is not before
@@ -323,7 +323,7 @@ def test_the_first_probe_uses_the_estimated_threshold(counts: Counter[str], monk
         kept.append(state.stats()["kept"])
         again = FilterState()
         again.threshold("auto", torch.zeros(1, dtype=torch.bfloat16))
-        again._calls, again._tau = state_module.MEASURE_FIRST, torch.tensor(moved)
+        again._steps, again._tau = state_module.MEASURE_FIRST, torch.tensor(moved)
         probe(state=again)  # measures nothing
         assert again.stats()["kept"] == kept[-1] and again.stats()["tau"] == moved
     assert kept[0] > kept[-1]

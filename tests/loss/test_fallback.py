@@ -30,7 +30,7 @@ from hf_cce.spec import accumulation_dtype
 GENERAL = Options(0.7, 5.0, False, 0.1, 1e-2, "mean")
 
 
-def multiply(a: Tensor, b: Tensor, rounded: bool = False) -> Tensor:
+def multiply(a: Tensor, b: Tensor, may_round: bool = False) -> Tensor:
     """Multiply 16-bit tensors into float32, as a GPU does."""
     kind = torch.promote_types(a.dtype, torch.float32)
     return a.to(kind) @ b.to(kind)

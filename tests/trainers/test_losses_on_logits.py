@@ -115,9 +115,9 @@ def test_label_smoothing_passes_through_the_head_once(monkeypatch: pytest.Monkey
     """The loss's two terms share one forward pass and one backward pass, and leave nothing behind."""
     passes: list[str] = []
     for name in ("forward", "backward"):
-        original = getattr(ops._Fused, name)
+        original = getattr(ops._StrategyCall, name)
         counted = lambda *args, original=original, name=name: passes.append(name) or original(*args)  # noqa: E731
-        monkeypatch.setattr(ops._Fused, name, staticmethod(counted))
+        monkeypatch.setattr(ops._StrategyCall, name, staticmethod(counted))
     outputs = apply_cce(tiny_llama())(batch()["input_ids"])
     LabelSmoother(0.1)(outputs, batch()["labels"], shift_labels=True).backward()
     call = outputs.logits.recipe.call
