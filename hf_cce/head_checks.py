@@ -135,13 +135,12 @@ def is_gathered(parameter: Any) -> bool:
 def why_not_read(weight: Any, bias: Any = None) -> str | None:
     """Return why this weight [V, D] or bias [V] cannot be read later, or None. Called in the head's forward."""
     for name, value in [("weight", weight)] if bias is None else [("weight", weight), ("bias", bias)]:
-        if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter, FrozenWeight):
+        if type(value) not in (Tensor, nn.Parameter, FrozenWeight):
             return f"the head's {name} is a {type(value).__name__} (tensor parallel, sharded or quantised)"
         if not value.is_floating_point():
             return f"the head's {name} is quantised to {value.dtype}"
         if not is_gathered(value):
             return f"DeepSpeed ZeRO-3 has not gathered the head's {name} for its forward"
-    assert isinstance(weight, Tensor)
     if weight.dim() != 2 or weight.numel() == 0:
         return f"the head's weight has shape {tuple(weight.shape)}, not [vocabulary, hidden]"
     return None

@@ -437,7 +437,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     """Count a finished training call; warn once per model if it missed the fused loss or computed full logits."""
     if torch.compiler.is_compiling():
         if call.full_logits and call.fused == 0:
-            _warn_full_logits(_why_unfused(call))
+            _warn_full_logits(_why_unfused(call, None))
         return
     call.closed = True
     state.stats.calls += 1 - call.traced  # the graph counts traced losses itself
@@ -454,15 +454,7 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
     missed = call.fused == 0
     state.stats.missed += missed
     if (missed or call.reasons) and not state.warned:
-        why = _why_unfused(call)
-        known = bool(call.reasons) and not call.unknown_adapter
-        adapter = None if known or head is None else adapter_in(head)
-        if adapter is not None:
-            why = (
-                f"PEFT trains an adapter ({adapter}) on its LM head, which the fused loss does not support. To train "
-                "without logits, leave the LM head out of target_modules, or train the whole head: "
-                'modules_to_save=["lm_head"]'
-            )
+        why = _why_unfused(call, head)
         if call.full_logits:
             state.warned = True
             _warn_full_logits(why)
@@ -470,9 +462,15 @@ def _close(state: Patch, call: TrainingCall, head: nn.Module | None) -> None:
             state.warn_unfused(why)
 
 
-def _why_unfused(call: TrainingCall) -> str:
-    """Return why ``call`` did not use the fused loss."""
+def _why_unfused(call: TrainingCall, head: nn.Module | None) -> str:
+    """Return why ``call`` did not use the fused loss; the adapter on ``head`` if nothing else is known."""
     why = "; ".join(dict.fromkeys(call.reasons))
+    adapter = None if head is None or (why and not call.unknown_adapter) else adapter_in(head)
+    if adapter is not None:
+        return (
+            f"PEFT trains an adapter ({adapter}) on its LM head, which the fused loss does not support. To train without "
+            'logits, leave the LM head out of target_modules, or train the whole head: modules_to_save=["lm_head"]'
+        )
     if not why and call.full_logits:
         why = "its LM head, or a function that replaces the head's forward, computes more than one linear layer"
     return why or "its loss is not a cross entropy of its LM head's output"
