@@ -90,7 +90,7 @@ def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None
 
 
 def check_tokens(name: str, value: Tensor, shape: torch.Size, like_name: str, like: Tensor) -> None:
-    """Raise unless ``value`` is on the device of ``like`` [..., D] and ``shape``, that of its entries, is [...]."""
+    """Raise unless ``value`` is on the device of ``like`` [..., D] and ``shape``, its leading dimensions, is [...]."""
     if shape != like.shape[:-1]:
         want = tuple(like.shape[:-1])
         raise ValueError(f"{name} must have one entry per token of {like_name}, shape {want}, got {tuple(shape)}")

@@ -345,7 +345,7 @@ class Exact(Recompute):
 
 
 class Filtered(Strategy):
-    """Triton kernels that skip tiles of the logits' gradient. ``unfiltered`` runs if the budget has no room for them."""
+    """Triton kernels that skip tiles of the logits' gradient. ``unfiltered`` runs if the budget is too small for the filter."""
 
     def __init__(
         self, spec: LossSpec, divisor: Divisor, state: FilterState, tau: Tensor, keeps_state: bool, unfiltered: Strategy

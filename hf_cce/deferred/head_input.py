@@ -93,7 +93,7 @@ class HeadInput(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        # As first argument, because weight.to(x) just takes the dtype of x; or as a factor (VeRA, IA3)
+        # weight.to(x) only takes the dtype of x, so other arguments do not count, except the factors of a product (VeRA, IA3)
         inputs = tree_leaves(args if name_of(func) == "mul" else args[:1])
         call = next((x.call for x in inputs if isinstance(x, HeadInput)), None)
         return result if call is None else _wrap_result(result, call)

@@ -33,8 +33,8 @@ class Pass(NamedTuple):
     labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
     has_labels: bool
     mark: object  # of this pass alone; the id of ``found`` may be that of a later pass
-    split: Any = None  # with ``parts``: the split of the logits whose parts write their labels later
-    parts: set[int] | None = None  # that have written their labels
+    split: Any = None  # the split of the logits whose parts share this pass; each part writes its own labels
+    parts: set[int] | None = None  # indices of the parts that have written their labels
 
 
 class Gathered(NamedTuple):

@@ -163,7 +163,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         if not self._is_stale:
             self._check_fresh(for_values=True)
         storage, source = self.shared_storage, self
-        while source is not None and source.recipe.meaning.kind != "z":  # two distributions share the logits
+        while source is not None and source.recipe.meaning.kind != "z":  # softmax and log_softmax share the full logits
             source = source.parent
         if storage.values is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -175,7 +175,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 else:
                     since = self.recipe.ops[len(source.recipe.ops) :]
                     values = apply_ops(since, source._materialize_values(why))
-                for index, known in storage.known:  # so that they equal entries that code compares them with
+                for index, known in storage.known:  # see ``_repeat_known_values``
                     values.scatter_(-1, index.to(values.device), known.to(values.device, values.dtype))
                 storage.values, storage.version = values, values._version
                 self.recipe.aliases.append(storage)

@@ -60,8 +60,7 @@ class Recipe:
     step: int = 0  # optimizer steps taken before
     entries: Tensor | None = None  # of the weight
     part_of: tuple[Recipe, Any] | None = None  # (whole, op): these hidden states are ``op(whole.hidden_states)``
-    # (how, index) if ``part_of`` is one of all the parts that a split makes, as in ``for row in logits``
-    split: Any = None
+    split: Any = None  # (split, index) for one of the parts that a split makes, as in ``for row in logits``
     aliases: Any = ()  # list of the ``SharedStorage`` objects with values that torch would put on one storage (views)
 
     @property

@@ -107,13 +107,13 @@ class TrainingCall:
                 group.reshard()
 
     def may_gather_head_again(self) -> bool:
-        """Return True if FSDP2 may free the head before the loss: then all processes must defer, whatever their tokens."""
+        """Return True if FSDP2 may free the head before the loss. Gathering is collective, so all processes must then defer."""
         if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
             return False
         return any(True for _ in self._fsdp2_groups(around=not self.labels))
 
     def _fsdp2_groups(self, around: bool = True) -> Iterator[Any]:
-        """Return the modules whose FSDP2 group may hold the head's weight: those in the head, then those around it."""
+        """Yield the modules whose FSDP2 group may hold the head's weight: those in the head, then those ``around`` it."""
         model = self.model() if around and self.model is not None else None
         inside, all_modules = ([] if x is None else list(x.modules()) for x in (self.head, model))
         for module in itertools.chain(inside, (x for x in reversed(all_modules) if x not in inside)):

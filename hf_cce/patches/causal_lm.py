@@ -195,7 +195,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _install_while_tracing(state.key)
     head = find_head(model)
     if head is None:
-        if model.training and torch.is_grad_enabled() and labels:  # of a class that was patched as a whole
+        if model.training and torch.is_grad_enabled() and labels:  # ``patch_class`` does not check instances
             call = TrainingCall(state.config, state.stats)
             call.reasons.append(str(why_refuse(model)))
             _close(state, call, head)
@@ -300,7 +300,7 @@ def _deferring_forward(head: Any, foreign: Any, hidden_states: Any = None, *args
     if call is not None and not (call.evaluation or torch.is_grad_enabled()):
         call.without_gradients, call = True, None
     elif not isinstance(hidden_states, torch.Tensor) or isinstance(hidden_states, HeadInput):
-        call = None  # wrapped already if a hook of accelerate was added around a forward that a graph had left
+        call = None  # wrapped already, if accelerate added a hook around a forward that a compiled call had left
     forward = functools.partial(type(head).forward, head) if foreign is None else foreign
     if call is None:  # this may be the Linear inside an adapter, with the adapter's deferred input
         return forward(hidden_states, *args, **kwargs)
