@@ -135,12 +135,12 @@ class CCECallback(TrainerCallback):
         elif not run.announced:
             run.announced = True
             if run.stats.traced:
-                way = "without logits, in a compiled graph"
+                how = "without logits, in a compiled graph"
             elif run.stats.few_tokens > run.step.few_tokens:
-                way = "by the model's own loss, which is as fast for so few tokens"
+                how = "by the model's own loss, which is as fast for so few tokens"
             else:
-                way = "without logits"
-            _say(args, state, f"hf_cce: the losses of this training run are computed {way}")
+                how = "without logits"
+            _say(args, state, f"hf_cce: the losses of this training run are computed {how}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs or (patch := patch_of(causal_lm(kwargs["model"]))) is None:

@@ -63,8 +63,8 @@ def check_numbers(**options: object) -> None:
         or_none = " or None" if name.endswith("softcap") else ""
         if not isinstance(value, _NUMBERS) or isinstance(value, bool):
             tensor = isinstance(value, Tensor)
-            way = "; pass its .item(), or scale hidden_states by it if it needs a gradient" if tensor else ""
-            raise TypeError(f"{name} must be a number{or_none}, got {type_name(value)}{way}")
+            advice = "; pass its .item(), or scale hidden_states by it if it needs a gradient" if tensor else ""
+            raise TypeError(f"{name} must be a number{or_none}, got {type_name(value)}{advice}")
         if not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name} must be a finite number{or_none}, got {value}")
 
@@ -78,10 +78,10 @@ def check_tensor(name: str, shape: str, value: object) -> None:
     """Raise a TypeError if ``value`` is not a tensor; suggest the tensor that was probably meant."""
     if isinstance(value, Tensor):
         return
-    way = "" if value is None or isinstance(value, nn.Module) else f"; convert it with torch.as_tensor({name})"
+    advice = "" if value is None or isinstance(value, nn.Module) else f"; convert it with torch.as_tensor({name})"
     if name in ("weight", "bias") and isinstance(getattr(value, name, None), Tensor):
-        way = f"; pass its .{name}"
-    raise TypeError(f"{name} must be a tensor {shape}, got {type_name(value)}{way}")
+        advice = f"; pass its .{name}"
+    raise TypeError(f"{name} must be a tensor {shape}, got {type_name(value)}{advice}")
 
 
 def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None:

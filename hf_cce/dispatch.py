@@ -29,7 +29,7 @@ from hf_cce.strategies import (
     OnePass,
     Recompute,
     Statistics,
-    StoredStatistics,
+    StatisticsKeepingLogits,
     Strategy,
     TokenLosses,
     compile_failures,
@@ -327,25 +327,25 @@ def dispatch_fused_statistics(
         most = _head_gradient_bytes(p, spec) if spec.auto_budget else 0
         few = only_losses and is_few(p, remaining, most)
         return (TokenLosses if few else Statistics)(remaining, wanted, True)
-    stored, beside, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
-    remaining = remaining._replace(memory_budget=stored + beside)
+    kept, workspace, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
+    remaining = remaining._replace(memory_budget=kept + workspace)
     if not (keeps_logits and fits):
         return Statistics(remaining, wanted, False)
     if only_losses and runs_kernels(p.device, p.dtype, spec.implementation):
         return TokenLosses(remaining, wanted, True)
     # In 16 bits, PyTorch would round the factors of the tokens with the hidden states, for the gradients of weight and bias.
     rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not supports_fp32_out(x.hidden))
-    return (TokenLosses if only_losses and not rounds else StoredStatistics)(remaining, wanted, False)
+    return (TokenLosses if only_losses and not rounds else StatisticsKeepingLogits)(remaining, wanted, False)
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
     """Return the bytes of the logits that a pass in PyTorch keeps if it ``trains``, its other workspace, and whether they fit."""
     logits = p.tokens * p.vocab_size
-    stored = p.dtype.itemsize * logits if trains else 0
+    kept = p.dtype.itemsize * logits if trains else 0
     if auto:
         # Float32 chunks as large as the kept 16-bit logits need few launches; both take a third of full logits' memory.
-        return stored, max(memory_budget, BYTES_PER_LOGIT * logits // 6), True
-    return stored, memory_budget - stored, 2 * stored <= memory_budget
+        return kept, max(memory_budget, BYTES_PER_LOGIT * logits // 6), True
+    return kept, memory_budget - kept, 2 * kept <= memory_budget
 
 
 def dispatch_divergence(
@@ -357,15 +357,15 @@ def dispatch_divergence(
     """
     budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
     kernels = kernels and runs_kernels(p.device, p.dtype, config.implementation)
-    stored, beside, fits = _kept_logits(p, budget, auto, trains)
-    if kernels and not auto and stored + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
-        return beside, True, True
+    kept, workspace, fits = _kept_logits(p, budget, auto, trains)
+    if kernels and not auto and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
+        return workspace, True, True
     tiles = kernels and choose_implementation(p.device, p.dtype, config.implementation) == "triton"
     if tiles and (logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False
     if auto:  # chunks of two models; for few tokens, as much as full logits take
-        beside = max(2 * beside, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
-    return (beside if fits else budget), kernels and fits, fits
+        workspace = max(2 * workspace, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
+    return (workspace if fits else budget), kernels and fits, fits
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

@@ -7,7 +7,7 @@ The gradient of a token's loss is computed while its logits exist, up to a facto
 - ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. The factor is one number.
 
 Statistics of tokens have several upstream gradients. ``logit_stats`` keeps all logits in the inputs' dtype, which is a fraction
-of what full logits take, and ``stored_gradients`` overwrites them with their gradient.
+of what full logits take, and ``logit_stats_backward`` overwrites them with their gradient.
 
 GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
 """
@@ -31,7 +31,7 @@ from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, a
 
 # Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
 MIN_BLOCK_TOKENS = 128
-# Up to this size a CPU stores all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
+# Up to this size a CPU keeps all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
 ONE_BLOCK_BYTES_CPU = 64 * MIB
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
@@ -354,21 +354,21 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
 
 
 # Products h Wᵀ [n, V] in the inputs' dtype, and hidden states [n, D] and indices of their tokens from ``reference.select_rows``
-StoredLogits = tuple[Tensor, Tensor, Tensor | None]
+KeptLogits = tuple[Tensor, Tensor, Tensor | None]
 
 
 def logit_stats(
     x: Inputs, spec: LossSpec, wanted: WantedStats, check_labels: Callable[[], object]
-) -> tuple[LogitStats, Tensor, StoredLogits | None]:
-    """Return the statistics of each token, −log p(label) [N] and, if a gradient is needed, logits for ``stored_gradients``.
+) -> tuple[LogitStats, Tensor, KeptLogits | None]:
+    """Return the statistics of each token, −log p(label) [N] and, if a gradient is needed, logits for ``logit_stats_backward``.
 
     −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1. ``check_labels`` is called
     when a GPU has its first GEMM.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
-    stores = any(spec.needs)
-    block = max(1, n) if stores else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
+    keeps = any(spec.needs)
+    block = max(1, n) if keeps else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     slab, y = empty_logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
@@ -401,7 +401,7 @@ def logit_stats(
     valid = x.labels != spec.ignore_index
     found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     *stats, losses = reference.zero_ignored(found, valid, chosen)
-    return LogitStats(*stats), losses, (slab, hidden, chosen) if stores else None
+    return LogitStats(*stats), losses, (slab, hidden, chosen) if keeps else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -410,11 +410,11 @@ def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
     return reference.apply_scale_and_softcap_(f, spec.logit_scale, spec.softcap)
 
 
-def stored_gradients(
-    stored: StoredLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
+def logit_stats_backward(
+    kept: KeptLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
-    """Return the gradients of hidden, weight and bias. The stored logits are overwritten."""
-    (z, hidden, chosen), v, (need_hidden, need_weight, need_bias) = stored, x.weight.shape[0], spec.needs
+    """Return the gradients of hidden, weight and bias. The kept logits are overwritten."""
+    (z, hidden, chosen), v, (need_hidden, need_weight, need_bias) = kept, x.weight.shape[0], spec.needs
     labels = x.labels if chosen is None else x.labels[chosen]
     lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:

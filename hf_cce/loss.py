@@ -267,8 +267,8 @@ def _prepare_inputs(
     checks.check_tensor("labels", "[...]", labels)
     checks.check_tokens("labels", labels, labels.shape, "hidden_states", hidden_states)
     if labels.dtype not in _LABEL_DTYPES:
-        way = "" if labels.is_floating_point() else "; convert them with labels.long()"
-        raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{way}")
+        advice = "" if labels.is_floating_point() else "; convert them with labels.long()"
+        raise ValueError(f"labels must be integers (torch.int64, int32, int16 or uint8), got {labels.dtype}{advice}")
     checks.check_logit_options(logit_scale, softcap)
     # flatten makes no view of a tensor that has this shape already
     flat = hidden_states.flatten(0, -2) if hidden_states.dim() > 1 else hidden_states[None]

@@ -133,7 +133,7 @@ def bitsandbytes_weight(packed: Tensor, state: Any, dtype: torch.dtype, product:
         part.absmax, part.nested = absmax[start * d // block : stop * d // block].float(), False
         part.shape, part.dtype = torch.Size((stop - start, d)), dtype
         # Two values per byte. A tensor [1, …] would be taken for a transposed weight.
-        stored = packed.detach().reshape(-1).view(torch.uint8)[start * d // 2 : stop * d // 2].view(-1, 1)
-        return functional.dequantize_4bit(stored, part)
+        part_packed = packed.detach().reshape(-1).view(torch.uint8)[start * d // 2 : stop * d // 2].view(-1, 1)
+        return functional.dequantize_4bit(part_packed, part)
 
     return FrozenWeight.of(read, product, (v, d), dtype, packed.device)

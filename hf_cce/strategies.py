@@ -425,7 +425,7 @@ class Statistics(Strategy):
         return [*unwanted, *outputs[4:6]]
 
 
-class StoredStatistics(Statistics):
+class StatisticsKeepingLogits(Statistics):
     """Per-token statistics in PyTorch, with the logits in the inputs' dtype kept for the backward pass.
 
     The outputs are ``LogitStats`` and −log p(label).
@@ -445,13 +445,14 @@ class StoredStatistics(Statistics):
         return super().token_grads(saved, (grad_lse, grad_label, *others))
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
-        return fallback.stored_gradients(cache, x, spec, saved.lse, saved.entropy, self.token_grads(saved, upstream))
+        grads = self.token_grads(saved, upstream)
+        return fallback.logit_stats_backward(cache, x, spec, saved.lse, saved.entropy, grads)
 
 
-class TokenLosses(StoredStatistics):
+class TokenLosses(StatisticsKeepingLogits):
     """−log p(label) of each token; the logits are overwritten with its gradient, which the backward pass multiplies.
 
-    The outputs are as those of ``StoredStatistics``, but only the last one is computed; the others are empty.
+    The outputs are as those of ``StatisticsKeepingLogits``, but only the last one is computed; the others are empty.
     """
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def _table(found: Estimate) -> str:
     steps = sorted(found.steps.items(), key=lambda item: item[0].endswith("checkpointing"))
-    rows = [("", *(way.replace("full", "full logits").replace("cce", "with hf_cce") for way, _ in steps))]
+    rows = [("", *(variant.replace("full", "full logits").replace("cce", "with hf_cce") for variant, _ in steps))]
 
     def add(title: str, sizes: list[int | None]) -> None:
         rows.append((title, *("unknown" if size is None else f"{size / GIB:,.2f}" for size in sizes)))

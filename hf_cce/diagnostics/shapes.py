@@ -86,13 +86,13 @@ def config_named(name: str) -> Any:
     if is_model_type(name):
         return CONFIG_MAPPING[name]()
     path, near = Path(name), difflib.get_close_matches(name.lower(), [*CONFIG_MAPPING, *SHAPES], cutoff=0.75)
-    ways = f"a folder with a config.json, a name on the Hub, a model type such as llama, or one of {', '.join(SHAPES)}"
+    forms = f"a folder with a config.json, a name on the Hub, a model type such as llama, or one of {', '.join(SHAPES)}"
     if not path.exists():
         # The hub's client would send several requests for any name; names on the hub have at most one slash.
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".json":
             raise ValueError(f"{name}: no such file or folder")
         if "/" not in name and near:
-            raise ValueError(f"{name}: unknown model; did you mean {' or '.join(near)}? Pass {ways}")
+            raise ValueError(f"{name}: unknown model; did you mean {' or '.join(near)}? Pass {forms}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the hub's client raises many kinds of errors
@@ -101,7 +101,7 @@ def config_named(name: str) -> Any:
                 f"{name}: this model comes with its own code, which hf-cce does not run; load it in Python and call "
                 "apply_cce(model), which warns if a training call computes full logits"
             ) from None
-        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {ways}") from None
+        raise ValueError(f"{name}: no configuration found ({first_line(error)}). Pass {forms}") from None
 
 
 def auto_class(name: str, config: Any) -> Any:
