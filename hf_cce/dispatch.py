@@ -265,8 +265,7 @@ def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | N
 def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for a scalar loss, full logits excluded (autograd records those)."""
     p = Problem.of(x)
-    remaining = _spec_after_dequantization(x, spec)
-    if remaining is None:
+    if (remaining := _spec_after_dequantization(x, spec)) is None:
         return Recompute(spec, divisor, False)
     spec = remaining
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
@@ -318,8 +317,7 @@ def dispatch_fused_statistics(
 ) -> Statistics:
     """Return the strategy for exact per-token statistics, full logits excluded. ``keeps_logits``: it may keep logits."""
     p = Problem.of(x)
-    remaining = _spec_after_dequantization(x, spec)
-    if remaining is None:
+    if (remaining := _spec_after_dequantization(x, spec)) is None:
         return Statistics(spec, wanted, False)
     only_losses = keeps_logits and any(spec.needs) and not with_lse and not any(wanted)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
