@@ -396,8 +396,7 @@ def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None = None)
         at = log_p.gather(-1, labels.clamp(min=0).to(z.device).unsqueeze(-1)).squeeze(-1)
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
-    result = lambda each: (each.log_probs, each.entropy)  # noqa: E731
-    log_p, entropy = _compute_statistics(x, labels, result, native, entropy=True)
+    log_p, entropy = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, entropy=True)
     if row_mask is not None:  # masked rows are zero, so a later request for all rows must not reuse this pass
         x.recipe.call.last_pass = None
     return log_p, entropy
@@ -518,8 +517,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     known = _meaning_of(x, "z") and dim in (None, -1, x.ndim - 1) and x.numel() > 0 and not (keepdim or kwargs)
     if not known or x.recipe.mask_ops() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    native = lambda z: (z.mean(-1),)  # noqa: E731
-    (means,) = _compute_statistics(x, None, lambda each: (each.mean_logit,), native, mean_logit=True)
+    (means,) = _compute_statistics(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
     return means.mean() if dim is None else means
 
 

@@ -486,7 +486,7 @@ class RecordedOp(torch.autograd.Function):
         losses, dense = _split(grad)
         grad_source = None if dense is None else vjp(dense)
         if isinstance(grad, LazyGrad):
-            losses = tuple((each, functools.partial(lambda make: vjp(make()), make)) for each, make in losses)
+            losses = tuple((each, lambda make=make: vjp(make())) for each, make in losses)
             grad_source = LazyGrad.create(meta, losses, grad_source, ctx.call)
         return grad_source, None, None, None
 
