@@ -34,7 +34,6 @@ from hf_cce.strategies import (
     Strategy,
     Upstream,
     recompute,
-    stats_grads,
     when_cold,
     with_fallback,
 )
@@ -190,7 +189,7 @@ def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     *inputs, lse, entropy = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
     spec = ctx.spec._replace(needs=needs)
-    gradients = recompute_by_operator(Inputs(*inputs), spec, lse, entropy, stats_grads(lse, grads))
+    gradients = recompute_by_operator(Inputs(*inputs), spec, lse, entropy, TokenGrads.of_stats(lse, grads))
     return (*_only(needs, gradients), *[None] * 15)
 
 

@@ -158,17 +158,14 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, token_ids, here, lse, entropy = ctx.saved_tensors
-        grad_lse, grad_label, grad_mean, grad_entropy = (None if g is None else g.contiguous() for g in grads[:4])
         needs, part, spec = ctx.needs_input_grad[3:6], ctx.part, ctx.spec
         gradients: tuple[Any, ...]
         if part.rows:
-            stat_grads = TokenGrads(
-                torch.zeros_like(lse) if grad_lse is None else grad_lse,
-                torch.zeros_like(lse) if grad_label is None else torch.where(here, grad_label, 0),
-                # The operator divides by V_r instead of V.
-                None if grad_mean is None else grad_mean * (part.rows / part.vocab_size),
-                grad_entropy,
-            )
+            given = TokenGrads.of_stats(lse, grads)
+            label = given.label if grads[1] is None else torch.where(here, given.label, 0)
+            # The operator divides by V_r instead of V.
+            mean = None if given.mean is None else given.mean * (part.rows / part.vocab_size)
+            stat_grads = given._replace(label=label, mean=mean)
             x = Inputs(hidden, weight, bias, token_ids)
             gradients = ops.recompute_by_operator(x, spec._replace(needs=needs), lse, entropy, stat_grads)
         else:

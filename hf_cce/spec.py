@@ -5,7 +5,7 @@ Legend: N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -95,6 +95,13 @@ class TokenGrads(NamedTuple):
         smoothing = spec.label_smoothing
         grad_label = (g * (smoothing - 1)).contiguous()
         return cls(grad_lse, grad_label, (g * -smoothing).contiguous() if smoothing else None)
+
+    @classmethod
+    def of_stats(cls, lse: Tensor, upstream: Sequence[Tensor | None]) -> TokenGrads:
+        """Return contiguous upstream gradients of ``LogitStats``; missing ones of lse and label_logit become zeros."""
+        grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
+        zero = torch.zeros_like(lse) if grad_lse is None or grad_label is None else lse
+        return cls(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

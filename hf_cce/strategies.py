@@ -417,7 +417,7 @@ class Statistics(Strategy):
         return Statistics(self.spec, self.wanted, False)
 
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
-        return stats_grads(saved.lse, upstream)
+        return TokenGrads.of_stats(saved.lse, upstream)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         # Includes outputs that were not requested: the gradient of an empty one would be read as a tensor of N elements.
@@ -478,13 +478,6 @@ class TokenLosses(StatisticsKeepingLogits):
         return cache.finalize_by_token(x, spec, upstream[6])
 
 
-def stats_grads(lse: Tensor, upstream: Upstream) -> TokenGrads:
-    """Return contiguous upstream gradients of ``LogitStats``; missing ones of lse and label_logit become zeros."""
-    grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
-    zero = torch.zeros_like(lse) if grad_lse is None or grad_label is None else lse
-    return TokenGrads(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
-
-
 class FilteredStatistics(Filtered):
     """Per-token statistics whose gradients are filtered as if all tokens had equal weight.
 
@@ -512,7 +505,7 @@ class FilteredStatistics(Filtered):
         return super().backward(x, saved, upstream, needs)
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
-        tokens, grads = cache.order.token_perm, stats_grads(saved.lse, upstream)
+        tokens, grads = cache.order.token_perm, TokenGrads.of_stats(saved.lse, upstream)
         return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
 
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
