@@ -81,7 +81,9 @@ class LazyTensor:
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
         if func in _AUTOGRAD:  # after a write in place, the gradient is that of the written tensor
-            args, kwargs = tree_map_only(LazyTensor, lambda x: x._materialize(name) if x._is_stale else x, (args, kwargs))
+            args, kwargs = tree_map_only(
+                LazyTensor, lambda x: x._materialize(name) if x._is_stale else x, (args, kwargs)
+            )
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and _is_metadata_query(func):
             return call_as_tensors(func, args, kwargs)
