@@ -15,43 +15,17 @@ from torch import Tensor
 from hf_cce.kernels.divergence import FORWARD_KL, JSD, REVERSE_KL, slope
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcap_slope, softcapped
+from hf_cce.kernels.rows import largest_and_log_total, load_logits
+from hf_cce.kernels.tiles import softcap_slope
 
 BLOCK = 2048  # vocabulary entries that a program loads at once
 PER_WARP = 256  # of these; with less than one for each thread, one thread would overwrite what another has yet to read
 
 
 @triton.jit
-def _load_logits(start, cols, vocab_size, logit_scale, softcap):
-    """Return the logits after scale and softcap; −inf outside of V."""
-    x = tl.load(start + cols, mask=cols < vocab_size, other=0.0).to(tl.float32)
-    if logit_scale is not None:
-        x *= logit_scale
-    if softcap is not None:
-        x = softcapped(x, softcap)
-    return tl.where(cols < vocab_size, x, float("-inf"))
-
-
-@triton.jit
-def _largest_and_log_total(start, vocab_size, logit_scale, softcap, BLOCK: tl.constexpr):
-    """Return the largest logit of a row, and log Σ exp(z − largest)."""
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, vocab_size, BLOCK):
-        x = _load_logits(start, first + tl.arange(0, BLOCK), vocab_size, logit_scale, softcap)
-        new = tl.maximum(top, x)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.exp(x - safe)
-        top = new
-    largest = tl.max(top, 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.log(tl.sum(total * tl.exp(top - largest), 0))
-
-
-@triton.jit
 def _log_probs(start, cols, vocab_size, logit_scale, softcap, largest, log_total):
     """Return log p; more accurate than z − lse if p is close to 1."""
-    return _load_logits(start, cols, vocab_size, logit_scale, softcap) - largest - log_total
+    return load_logits(start, None, cols, vocab_size, logit_scale, softcap) - largest - log_total
 
 
 @triton.jit
@@ -63,7 +37,7 @@ def _store_gradient(
     if factor is not None:
         gradient *= tl.load(factor).to(tl.float32)
     if softcap is not None:
-        gradient *= softcap_slope(_load_logits(start, cols, vocab_size, logit_scale, softcap), softcap)
+        gradient *= softcap_slope(load_logits(start, None, cols, vocab_size, logit_scale, softcap), softcap)
     if logit_scale is not None:
         gradient *= logit_scale
     tl.store(start + cols, gradient.to(start.dtype.element_ty), mask=cols < vocab_size)
@@ -92,8 +66,8 @@ def _row_divergence_kernel(
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     t_start = teacher_logits + row.to(tl.int64) * teacher_stride
-    top, log_total = _largest_and_log_total(start, vocab_size, logit_scale, softcap, BLOCK)
-    t_top, t_log_total = _largest_and_log_total(t_start, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK)
+    top, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK)
+    t_top, t_log_total = largest_and_log_total(t_start, None, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK)
     student = tl.zeros((BLOCK,), tl.float32)  # of KL(p_s ‖ p_t) or KL(p_s ‖ m)
     teacher = tl.zeros((BLOCK,), tl.float32)  # of KL(p_t ‖ p_s) or KL(p_t ‖ m)
     expectation = tl.zeros((BLOCK,), tl.float32)

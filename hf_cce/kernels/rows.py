@@ -21,14 +21,33 @@ from hf_cce.spec import Inputs, LossSpec
 
 
 @triton.jit
-def _logits(row, bias, at, mask, logit_scale, softcap):
-    x = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
+def load_logits(row, bias, cols, vocab_size, logit_scale, softcap):
+    """Return the logits after bias, scale and softcap; −inf outside of V."""
+    inside = (cols >= 0) & (cols < vocab_size)
+    x = tl.load(row + cols, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        x += tl.load(bias + at, mask=mask, other=0.0)
-    x = x * logit_scale
+        x += tl.load(bias + cols, mask=inside, other=0.0)
+    if logit_scale is not None:
+        x = x * logit_scale
     if softcap is not None:
         x = softcapped(x, softcap)
-    return x
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def largest_and_log_total(row, bias, vocab_size, logit_scale, softcap, BLOCK: tl.constexpr):
+    """Return the largest logit of a row, 0 if all are −inf, and log Σ exp(z − largest)."""
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocab_size, BLOCK):
+        x = load_logits(row, bias, first + tl.arange(0, BLOCK), vocab_size, logit_scale, softcap)
+        new = tl.maximum(top, x)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(top - safe) + tl.exp(x - safe)
+        top = new
+    largest = tl.max(top, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    return largest, tl.log(tl.sum(total * tl.exp(top - largest), 0))
 
 
 @Kernel
@@ -57,27 +76,16 @@ def _row_loss_kernel(
         tl.store(lse + row, 0.0)
         return
     start = logits + row.to(tl.int64) * stride
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    sum_x = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, vocab_size, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        x = _logits(start, bias, cols, cols < vocab_size, logit_scale, softcap)
-        if label_smoothing is not None:
-            sum_x += tl.where(cols < vocab_size, x, 0.0)
-        x = tl.where(cols < vocab_size, x, float("-inf"))
-        new = tl.maximum(top, x)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.exp(x - safe)
-        top = new
-    row_largest = tl.max(top, 0)
-    row_largest = tl.where(row_largest == float("-inf"), 0.0, row_largest)
-    row_log_total = tl.log(tl.sum(total * tl.exp(top - row_largest), 0))
+    row_largest, row_log_total = largest_and_log_total(start, bias, vocab_size, logit_scale, softcap, BLOCK)
     row_lse = row_largest + row_log_total
-    in_vocab = (label >= 0) & (label < vocab_size)
-    at_label = _logits(start, bias, label, in_vocab, logit_scale, softcap)
+    at_label = load_logits(start, bias, label, vocab_size, logit_scale, softcap)
     row_loss = row_log_total - (at_label - row_largest)  # more accurate than lse − z if p(label) is close to 1
     if label_smoothing is not None:
+        sum_x = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, vocab_size, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            x = load_logits(start, bias, cols, vocab_size, logit_scale, softcap)
+            sum_x += tl.where(cols < vocab_size, x, 0.0)
         row_loss += label_smoothing * (at_label - tl.sum(sum_x, 0) / vocab_size)
     if z_loss is not None:
         row_loss += z_loss * row_lse * row_lse
@@ -126,7 +134,7 @@ def _row_gradient_kernel(
         of_label *= 1.0 - label_smoothing
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        x = _logits(start, bias, cols, cols < vocab_size, logit_scale, softcap)
+        x = load_logits(start, bias, cols, vocab_size, logit_scale, softcap)
         gradient = (
             tl.exp((x - row_largest) - row_log_total) * of_p - tl.where(cols == label, of_label, 0.0) - everywhere
         )
