@@ -362,7 +362,7 @@ def dispatch_divergence(
     if tiles and (logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"):
         return budget, True, False
     if auto:  # chunks of two models; for few tokens, as much as full logits take
-        workspace = max(2 * workspace, min((8 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
+        workspace = max(2 * workspace, min((16 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
     return (workspace if fits else budget), kernels and fits, fits
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +18,10 @@ from hf_cce import checks
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
-from hf_cce.divergence_passes import (
-    DivergenceSpec,
-    Head,
-    Tokens,
-    WantedGrads,
-    gradients,
-    prepare_heads,
-    refuse_second_derivative,
-    row_stats,
-)
-from hf_cce.divergence_rows import divergence_of_rows, gradients_of_rows
-from hf_cce.divergence_topk import TopKDivergence
+from hf_cce.divergence_passes import divergence_kernels, gradients, row_stats
+from hf_cce.divergence_rows import HeadRows, OfRows, divergence_of_rows, gradients_by_blocks, gradients_of_rows
+from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens, WantedGrads
+from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
 from hf_cce.spec import Divisor, accumulation_dtype
@@ -116,7 +108,8 @@ def linear_divergence(
         config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. The fastest way keeps the
             student's logits in the dtype of ``student_hidden`` until the backward pass. A budget in bytes allows it if it has
             room for them and 256 MiB more, or, where the kernels do not run, for twice as much; ``"auto"`` everywhere but for
-            many tokens in 16 bits on a GPU with kernels.
+            many tokens in 16 bits on a GPU with kernels. Without kernels and such room, float32 sums of the gradient of a weight
+            in 16 bits take as much memory as the gradient, beside the budget.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no
@@ -155,31 +148,33 @@ def linear_divergence(
 
 
 class Divergence(torch.autograd.Function):
-    """Autograd function for (divergence [N], student entropy [N] or empty), zero for tokens that are not selected."""
+    """Autograd function for (divergence [N], student entropy [N] or empty), zero for tokens that are not selected.
+
+    ``factor``: a scalar that upstream gradients contain; None: no gradients.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head, tokens: Tokens,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: Head | TopK, tokens: Tokens,
         spec: DivergenceSpec, factor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        v, n = weight.shape[0], hidden.shape[0]
-        v = min(v, teacher.hidden.shape[1] if teacher.weight is None else teacher.weight.shape[0])
-        student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
-            spec = replace(spec, triton=False, keeps_logits=False)  # a kernel cannot be launched for zero tokens
-        s, t = prepare_heads(student, teacher, v, tokens, spec)
-        ctx.kept = None
+        n, teacher_type = hidden.shape[0], cast(Any, type(teacher))
         rows: tuple[Tensor, ...] = ()
+        student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
+        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
+            spec = replace(spec, triton=False, keeps_logits=True)  # a kernel cannot be launched for zero tokens
+        s, t = _prepare(student, teacher, tokens, spec)
         with compute_context(hidden):
-            if spec.keeps_logits:
-                divergence, entropy, ctx.kept = divergence_of_rows(s, t, tokens, spec, factor)
-            else:
+            if isinstance(t, Head) and spec.triton and not spec.keeps_logits:
                 divergence, entropy, rows = row_stats(s, t, tokens, spec)
-        # save_for_backward refuses tensors made in inference mode; ctx may hold them, since they get no gradients.
-        ctx.teacher = teacher if any(x is not None and x.is_inference() for x in teacher[:3]) else None
-        given = (None, None, None) if ctx.teacher else teacher[:3]
-        ctx.save_for_backward(hidden, weight, bias, *given, *tokens, *rows)
-        ctx.options = student[3:], teacher[3:], v, spec, factor
+            else:
+                upstream = factor if spec.keeps_logits else None
+                divergence, entropy, ctx.kept = divergence_of_rows(_of_rows(s, t, tokens, spec), s, spec, upstream)
+        # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
+        given = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in teacher]
+        ctx.teacher = teacher_type(*(x if saved is None else None for x, saved in zip(teacher, given, strict=True)))
+        ctx.save_for_backward(hidden, weight, bias, *tokens, *given, *rows)
+        ctx.options = student[3:], spec, factor
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(entropy, n) if spec.entropy else entropy
         ctx.mark_non_differentiable(entropy)
@@ -189,29 +184,55 @@ class Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * 8
-        refuse_second_derivative()
-        saved = ctx.saved_tensors
-        student_form, teacher_form, v, spec, factor = ctx.options
-        student, teacher, tokens = (
-            Head(*saved[:3], *student_form),
-            ctx.teacher or Head(*saved[3:6], *teacher_form),
-            Tokens(*saved[6:8]),
-        )
-        s, t = prepare_heads(student, teacher, v, tokens, spec)
+        if torch.is_grad_enabled():  # autograd would treat the result as a constant
+            raise RuntimeError(
+                "linear_divergence has no second derivative; remove create_graph=True, or use full logits"
+            )
+        (form, spec, factor), saved, rest = ctx.options, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        student, tokens = Head(*saved[:3], *form), Tokens(*saved[3:])
+        given, rows = rest[: len(ctx.teacher)], rest[len(ctx.teacher) :]
+        teacher = type(ctx.teacher)(*(x if y is None else y for x, y in zip(ctx.teacher, given, strict=True)))
+        s, t = _prepare(student, teacher, tokens, spec)
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         grad = tokens.gather(grad[:, None])[:, 0].contiguous()
         wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
         with compute_context(student.hidden):
-            if spec.keeps_logits:
-                kept: Any = ctx.kept or divergence_of_rows(s, t, tokens, spec, factor)[2]
-                ctx.kept = None  # a second backward pass computes it again
-                grads = gradients_of_rows(kept, s, grad, wanted)
+            if isinstance(t, Head) and spec.triton and not spec.keeps_logits:
+                grads = gradients(s, t, tokens, rows, grad, spec, wanted)
             else:
-                grads = gradients(s, t, tokens, saved[8:], grad, spec, wanted)
+                of_rows = _of_rows(s, t, tokens, spec)
+                if spec.keeps_logits:
+                    kept: Any = ctx.kept or divergence_of_rows(of_rows, s, spec, factor)[2]
+                    ctx.kept = None  # a second backward pass computes it again
+                    grads = gradients_of_rows(kept, s, grad, wanted)
+                else:
+                    grads = gradients_by_blocks(of_rows, s, grad, spec, wanted)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
         return grad_hidden, grad_weight, grad_bias, *[None] * 5
+
+
+def _of_rows(student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec) -> OfRows:
+    if isinstance(teacher, TopK):
+        return TopKRows(student, teacher, spec)
+    return HeadRows(student, teacher, tokens, spec)
+
+
+def _prepare(student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head | TopK]:
+    """Return both heads with as many vocabulary entries as the smaller one, and with the rows in the order of ``tokens``."""
+    if isinstance(teacher, TopK):
+        return student, teacher
+    sizes = (x.hidden.shape[1] if x.weight is None else x.weight.shape[0] for x in (student, teacher))
+    heads, v = [], min(sizes)
+    for x in (student, teacher):
+        x = x.columns(0, v)
+        x = x if x.weight is None else x._replace(hidden=tokens.gather(x.hidden))
+        if student.hidden.dtype == torch.float64 and x.weight is not None:
+            bias = None if x.bias is None else x.bias.double()
+            x = x._replace(hidden=x.hidden.double(), weight=x.weight.double(), bias=bias)
+        heads.append(divergence_kernels().with_contiguous_rows(x) if spec.triton else x)
+    return heads[0], heads[1]
 
 
 def token_divergences(
@@ -250,18 +271,18 @@ def _divergences(
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, kernels, top_k, trains))
-    upstream = factor if trains else None
     if isinstance(teacher, TeacherTopK):
-        log_p = teacher.log_probs.to(accumulation_dtype(hidden.dtype))
+        log_p, tokens = teacher.log_probs.to(accumulation_dtype(hidden.dtype)), Tokens(None, None)
         if mask is not None:  # NaN in an excluded token must not propagate
             hidden = torch.where(mask[:, None], hidden, 0)
             log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
-        given, lump = (teacher.ids, log_p), teacher.tail == "lump"
-        found = TopKDivergence.apply(hidden, *student[1:3], student, given, lump, spec, upstream)
+        given: Head | TopK = TopK(teacher.ids, log_p, teacher.tail == "lump")
+    else:
+        given, tokens = teacher, Tokens.of(mask, len(hidden), hidden.device)
+    found, entropies = Divergence.apply(hidden, *student[1:3], student, given, tokens, spec, factor if trains else None)
+    if top_k and mask is not None:
         # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
-        return found if mask is None else torch.where(mask, found, 0), None
-    tokens = Tokens.of(mask, len(hidden), hidden.device)
-    found, entropies = Divergence.apply(*student[:3], student, teacher, tokens, spec, upstream)
+        found = torch.where(mask, found, 0)
     return found, entropies if entropy else None
 
 

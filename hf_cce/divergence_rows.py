@@ -1,20 +1,22 @@
-"""Divergences that keep the student's logits once, in the inputs' dtype, for the gradients.
+"""Divergences from PyTorch's products, with the whole vocabulary of some rows at hand.
 
-PyTorch multiplies. With the whole vocabulary at hand, one pass over blocks of tokens computes the divergence and overwrites the
-kept logits with its gradient, in one kernel or in PyTorch. The backward pass only multiplies: as many products as full logits
-need, in a fraction of their memory. This is the fastest way if the memory budget has room for these logits.
+One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits, kept in the inputs' dtype,
+with its gradient. The backward pass only multiplies: as many products as full logits need, in a fraction of their memory. This is
+the fastest way. If the memory budget has no room for all logits, the backward pass computes those of each block again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_passes import DivergenceSpec, Head, HeadGrads, Tokens, WantedGrads, expectation, log_mixture
+from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Tokens, WantedGrads
 from hf_cce.fallback import (
     CHUNK_BYTES_CPU,
     chunks,
@@ -23,9 +25,15 @@ from hf_cce.fallback import (
     logit_products,
     products,
     split_factors,
+    token_blocks,
     tokens_per_block,
 )
-from hf_cce.spec import accumulation_dtype
+from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
+
+# Sets the divergences of some rows [n] and, if wanted, the student's entropies [n], from the student's products h Wᵀ + b [n, V].
+# With a scale, which may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
+# The arguments are products, rows, scale, divergences and entropies.
+OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
 
 
 def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
@@ -41,84 +49,142 @@ def row_chunks(z: Tensor, copies: int, room: int) -> Iterator[slice]:
     return chunks(len(z), copies * accumulation_dtype(z.dtype).itemsize * z.shape[1], room)
 
 
-def divergence_of_rows(
-    student: Head, teacher: Head, tokens: Tokens, spec: DivergenceSpec, factor: Tensor | float | None
-) -> tuple[Tensor, Tensor, KeptGradient | None]:
-    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
-
-    Rows are in the order of ``tokens``, as are those of the hidden states of both heads. ``factor`` is the scalar by which the
-    caller multiplies the divergences.
-    """
-    hidden, weight = student.hidden, student.weight
-    assert weight is not None
-    (n, v), dtype, acc_dtype = (len(hidden), len(weight)), hidden.dtype, accumulation_dtype(hidden.dtype)
-    if dtype == torch.float64 and teacher.weight is not None:
-        bias = None if teacher.bias is None else teacher.bias.to(dtype)
-        teacher = teacher._replace(hidden=teacher.hidden.to(dtype), weight=teacher.weight.to(dtype), bias=bias)
-    divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
-    entropy = divergence.new_empty(n if spec.entropy else 0)
-    kept = None if factor is None else kept_gradient(student, factor, spec.beta)
-    # Given logits may be −inf, and a bias.
-    infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
-    copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
-    # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
-    room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
-    block = tokens_per_block(n, v, dtype, not hidden.is_cuda, room)
-    if spec.triton:
-        from hf_cce.kernels.divergence_rows import row_divergences  # importing hf_cce must not import Triton
-    for start in range(0, n, block):
-        rows = slice(start, min(n, start + block))
-        zs = logits_of(student, rows) if kept is None else kept.logits[rows]
-        zt = logits_of(teacher, rows) if teacher.weight is not None else tokens.gather(teacher.hidden, rows)
-        if spec.triton:
-            row_divergences(
-                zs, zt, student, teacher, spec.beta, divergence[rows], entropy[rows] if spec.entropy else None,
-                None if kept is None else kept.scale,
-            )  # fmt: skip
-        else:
-            for chunk in row_chunks(zs, copies, spec.memory_budget // 2):
-                x = student.finish(zs[chunk], acc_dtype)
-                log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
-                derivative = 1.0 if kept is None else student.logit_derivative(x)
-                del x
-                log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
-                of_chunk = slice(start + chunk.start, start + chunk.stop)
-                if spec.entropy:
-                    entropy[of_chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
-                divergence[of_chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
-                del log_ps, log_pt
-                if kept is not None:
-                    kept.write(zs[chunk], g, minus, derivative)
-                del g, minus, derivative
-        del zs, zt  # free them before the next ones are allocated
-    return divergence, entropy, kept
-
-
-def kept_gradient(student: Head, factor: Tensor | float, beta: float) -> KeptGradient:
-    """Compute the student's products, which are to be overwritten with the gradient of divergences multiplied by ``factor``."""
-    logits, scale = logits_of(student), gradient_scale(student.hidden, student.logit_scale, factor, exact=True)
-    if logits.dtype == torch.float16 and beta == 1.0:  # p · (gap − KL) may be as large as a gap of log-probabilities
-        scale = scale / 64
-    return KeptGradient(logits, scale)
-
-
-@dataclass
-class KeptGradient:
+class KeptGradient(NamedTuple):
     """The gradient of the divergences with respect to h Wᵀ + b [N, V], times ``scale``."""
 
     logits: Tensor
     scale: Tensor | float
 
-    def write(self, out: Tensor, g: Tensor, minus: Tensor | None, derivative: Tensor | float) -> None:
-        """Set ``out``, some rows, to (g − minus) · derivative · scale."""
-        if isinstance(derivative, Tensor) or isinstance(self.scale, Tensor) or self.scale * derivative != 1.0:
-            g = g if minus is None else g.sub_(minus)
-            by = self.scale if isinstance(derivative, Tensor) else self.scale * derivative
-            torch.mul(g.mul_(derivative) if isinstance(derivative, Tensor) else g, by, out=out)
-        elif minus is None:
-            out.copy_(g)
-        else:
-            torch.sub(g, minus, out=out)
+
+def divergence_of_rows(
+    of_rows: OfRows, student: Head, spec: DivergenceSpec, factor: Tensor | float | None
+) -> tuple[Tensor, Tensor, KeptGradient | None]:
+    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
+
+    ``factor`` is the scalar by which the caller multiplies the divergences.
+    """
+    hidden, weight = student.hidden, student.weight
+    assert weight is not None
+    n, kept = len(hidden), None
+    scale: Tensor | float | None = None
+    divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+    entropy = divergence.new_empty(n if spec.entropy else 0)
+    if factor is not None:
+        scale = gradient_scale(hidden, _largest_slope(student, spec), factor, exact=True)
+        kept = KeptGradient(logits_of(student), scale)
+    # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
+    room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
+    block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
+    for start in range(0, n, block):
+        rows = slice(start, min(n, start + block))
+        z = logits_of(student, rows) if kept is None else kept.logits[rows]
+        of_rows(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
+        del z  # free it before the next one is allocated
+    return divergence, entropy, kept
+
+
+def _largest_slope(student: Head, spec: DivergenceSpec) -> float:
+    """Return the order of the largest gradient of a product: that of the reverse KL, p · (gap − KL), is a gap of logits."""
+    return student.logit_scale * (64.0 if spec.beta == 1.0 else 1.0)
+
+
+def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
+    assert student.weight is not None
+    factors = split_factors(student.hidden.dtype, grad / kept.scale)
+    return wanted.pad(*logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors))
+
+
+def gradients_by_blocks(
+    of_rows: OfRows, student: Head, grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
+) -> HeadGrads:
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits.
+
+    In 16 bits, the float32 sums of the weight's gradient take as much memory as the gradient, beside the budget.
+    """
+    hidden, weight, bias = student[:3]
+    assert weight is not None
+    (by_row, by), one, stop = split_factors(hidden.dtype, grad), grad.new_ones(()), 0
+
+    def to_gradients(z: Tensor, _: Tensor, __: LossSpec, scale: Tensor | float, ___: bool) -> tuple[Tensor, Tensor]:
+        nonlocal stop
+        rows, stop = slice(stop, stop + len(z)), stop + len(z)
+        divergence = torch.empty_like(grad[rows])
+        of_rows(z, rows, by_row[rows, None] * scale, divergence, None)
+        return divergence, divergence
+
+    x = Inputs(hidden, weight, bias, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device))
+    loss_spec = LossSpec(
+        -1, _largest_slope(student, spec), 0.0, needs=wanted.needs, memory_budget=spec.memory_budget // 4
+    )
+    sums = token_blocks(x, loss_spec, lambda: one, to_gradients)[3]
+    return wanted.pad(*sums.finalize(x, loss_spec, grad, one, one if by is None else by))
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The ``OfRows`` of a teacher given by a head or by logits. All rows are in the order of ``tokens``."""
+
+    student: Head
+    teacher: Head
+    tokens: Tokens
+    spec: DivergenceSpec
+
+    def __call__(
+        self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
+    ) -> None:
+        student, teacher, spec = self.student, self.teacher, self.spec
+        zt = logits_of(teacher, rows) if teacher.weight is not None else self.tokens.gather(teacher.hidden, rows)
+        if spec.triton:
+            from hf_cce.kernels.divergence_rows import row_divergences  # importing hf_cce must not import Triton
+
+            row_divergences(z, zt, student, teacher, spec.beta, divergence, entropy, scale)
+            return
+        acc_dtype = accumulation_dtype(z.dtype)
+        # Given logits may be −inf, and a bias.
+        infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
+        copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
+        for chunk in row_chunks(z, copies, spec.memory_budget // 2):
+            x = student.finish(z[chunk], acc_dtype)
+            log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
+            derivative = 1.0 if scale is None else student.logit_derivative(x)
+            del x
+            log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
+            if entropy is not None:
+                entropy[chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
+            divergence[chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
+            del log_ps, log_pt
+            if scale is not None:
+                _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
+            del g, minus, derivative
+
+
+def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:
+    return scale[rows] if isinstance(scale, Tensor) and scale.dim() else scale
+
+
+def _write_gradient(
+    out: Tensor, g: Tensor, minus: Tensor | None, derivative: Tensor | float, scale: Tensor | float
+) -> None:
+    """Set ``out``, some rows, to (g − minus) · derivative · scale."""
+    if isinstance(derivative, Tensor) or isinstance(scale, Tensor) or scale * derivative != 1.0:
+        g = g if minus is None else g.sub_(minus)
+        by = scale if isinstance(derivative, Tensor) else scale * derivative
+        torch.mul(g.mul_(derivative) if isinstance(derivative, Tensor) else g, by, out=out)
+    elif minus is None:
+        out.copy_(g)
+    else:
+        torch.sub(g, minus, out=out)
+
+
+def expectation(p: Tensor, x: Tensor, infinite: bool = True) -> Tensor:
+    """Return Σ p · x of each row, if x may be ``infinite`` without the terms with p = 0, which would be NaN. Overwrites ``x``."""
+    x.mul_(p)
+    return (x.masked_fill_(p == 0, 0.0) if infinite else x).sum(1)
+
+
+def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
 def _divergence_and_gradient(
@@ -144,16 +210,3 @@ def _divergence_and_gradient(
     kl = (gap * ps).sum(1)
     g = gap.sub_(kl[:, None]).mul_(ps)
     return (kl, g, None) if others is None else (others + weight * kl, g.mul_(weight), None)
-
-
-def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``.
-
-    Those of vocabulary entries that were left out are zeros.
-    """
-    assert student.weight is not None
-    factors = split_factors(student.hidden.dtype, grad / kept.scale)
-    hidden, weight, bias = logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors)
-    left_out = wanted.rows - len(student.weight)
-    weight = F.pad(weight, (0, 0, 0, left_out)) if weight is not None and left_out else weight
-    return hidden, weight, F.pad(bias, (0, left_out)) if bias is not None and left_out else bias

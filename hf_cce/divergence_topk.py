@@ -2,37 +2,31 @@
 
 It depends on the student's probabilities of these tokens and of all others together ("lump"), or on the former relative to each
 other. Its gradient with respect to the logit of entry v is e_v for one of the k tokens, else −c · p_v, with a number c for each
-position. Both are computed in the forward pass, for an upstream gradient of one; ``hf_cce.divergence_rows`` describes how the
-logits are kept until the backward pass. If the memory budget has no room for them, the backward pass recomputes them, one slab of
-the vocabulary at a time.
+position.
 
-Legend: as in ``hf_cce.divergence_passes``.
+Legend: as in ``hf_cce.divergence_spec``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_passes import (
-    DivergenceSpec,
-    Head,
-    WantedGrads,
-    expectation,
-    head_gradients,
-    log_mixture,
-    portable_column_bytes,
-    refuse_second_derivative,
-)
-from hf_cce.divergence_rows import KeptGradient, gradients_of_rows, kept_gradient, logits_of, row_chunks
-from hf_cce.fallback import tokens_per_block
-from hf_cce.ops import compute_context
-from hf_cce.reference import fp16_unit
-from hf_cce.spec import accumulation_dtype
+from hf_cce.divergence_rows import expectation, log_mixture, row_chunks, scale_of
+from hf_cce.divergence_spec import DivergenceSpec, Head
+
+
+class TopK(NamedTuple):
+    """A teacher, checked and flattened."""
+
+    ids: Tensor  # [N, k] int64
+    log_p: Tensor  # [N, k], minus infinity where padding
+    lump: bool
 
 
 class Support(NamedTuple):
@@ -112,96 +106,41 @@ def _with_tail(log_p: Tensor) -> Tensor:
     return torch.cat((log_p, others.clamp_(min=torch.finfo(log_p.dtype).eps).log_()), 1)
 
 
-class TopKDivergence(torch.autograd.Function):
-    """Autograd function for the divergence [N]. ``factor``: a scalar that upstream gradients contain; None: no gradients."""
+@dataclass
+class TopKRows:
+    """The ``hf_cce.divergence_rows.OfRows`` of a top-k teacher."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, student: Head, teacher: tuple[Tensor, Tensor],
-        lump: bool, spec: DivergenceSpec, factor: Tensor | float | None,
-    ) -> Tensor:  # fmt: skip
-        student = student._replace(hidden=hidden, weight=weight, bias=bias)
-        with compute_context(hidden):
-            divergence, ctx.kept, rows = _of_all_logits(student, teacher, lump, spec, factor)
-        # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
-        ctx.teacher = teacher if any(x.is_inference() for x in teacher) else None
-        ctx.save_for_backward(hidden, weight, bias, *((None, None) if ctx.teacher else teacher), *rows)
-        ctx.options = student[3:], lump, spec, factor
-        return divergence
+    student: Head
+    teacher: TopK
+    spec: DivergenceSpec
+    support: Support | None = None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative()
-        hidden, weight, bias, ids, log_p, *rows = ctx.saved_tensors
-        form, lump, spec, factor = ctx.options
-        teacher = ctx.teacher or (ids, log_p)
-        student, wanted = Head(hidden, weight, bias, *form), WantedGrads(ctx.needs_input_grad[:3], weight.shape[0])
-        with compute_context(hidden):
-            if spec.keeps_logits:
-                kept: Any = ctx.kept or _of_all_logits(student, teacher, lump, spec, factor)[1]
-                ctx.kept = None  # a second backward pass computes it again
-                grads = gradients_of_rows(kept, student, grad, wanted)
-            else:
-                grads = _gradients_by_slabs(student, teacher, rows, grad[:, None], spec, wanted)
-        return *grads, None, None, None, None, None
-
-
-def _of_all_logits(
-    student: Head, teacher: tuple[Tensor, Tensor], lump: bool, spec: DivergenceSpec, factor: Tensor | float | None
-) -> tuple[Tensor, KeptGradient | None, list[Tensor]]:
-    """Return the divergence [N] and, with a ``factor``, the logits' gradient, or what ``_gradients_by_slabs`` needs."""
-    hidden, weight, n = student.hidden, student.weight, len(student.hidden)
-    assert weight is not None
-    acc_dtype, block, room, kept = accumulation_dtype(hidden.dtype), n or 1, spec.memory_budget, None
-    saved: list[Tensor] = []
-    by_slabs = factor is not None and not spec.keeps_logits
-    if factor is not None and not by_slabs:
-        kept = kept_gradient(student, factor, spec.beta)
-    else:
-        room //= 2
-        block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
-    # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
-    # derivative
-    copied = hidden.dtype != acc_dtype or len(weight) % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
-    copies = 1 + copied + (student.softcap > 0)
-    support = Support.of(*teacher, len(weight))  # while a GPU computes the first GEMM
-    divergence = torch.empty(n, dtype=acc_dtype, device=hidden.device)
-    if by_slabs:
-        saved = [divergence.new_empty(n, width) for width in (support.ids.shape[1], 1, 1)]
-    for start in range(0, n, block):
-        of_block = slice(start, start + block)
-        if by_slabs:  # not rounded, as in the backward pass
-            x = student._replace(hidden=hidden[of_block]).logits()
-        else:
-            x = logits_of(student, of_block) if kept is None else kept.logits
-        for chunk in row_chunks(x, copies, room):
-            rows = slice(start + chunk.start, start + chunk.stop)
-            of_rows = support.rows(rows)
-            z = x[chunk] if by_slabs else student.finish(x[chunk], acc_dtype)
-            log_p = F.log_softmax(z, 1, dtype=acc_dtype) if lump else z
-            found = divergence_on_support(log_p.gather(1, of_rows.ids).to(acc_dtype), of_rows, spec.beta, lump)
-            divergence[rows] = found.divergence
-            if kept is not None:
-                _write_gradient(kept, x[chunk], z, log_p.exp_() if lump else None, found, of_rows, student)
-            for whole, part in zip(saved, _for_slabs(z, found, of_rows, student) if saved else (), strict=True):
-                whole[rows] = part
-            del z, log_p
-        del x  # free them before the next ones are allocated
-    return divergence, kept, saved
-
-
-def _for_slabs(z: Tensor, found: SupportGrads, support: Support, student: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (gradient at the ids [n, k], c [n, 1], logsumexp of z [n, 1])."""
-    inside = found.inside * student.logit_derivative(z.gather(1, support.ids).to(found.inside.dtype))
-    outside = torch.zeros_like(found.divergence)[:, None] if found.outside is None else found.outside
-    return inside, outside, z.to(inside.dtype).logsumexp(1, keepdim=True)
+    def __call__(
+        self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
+    ) -> None:
+        student, (ids, log_pt, lump), acc_dtype = self.student, self.teacher, divergence.dtype
+        # Made while a GPU computes the first GEMM
+        self.support = self.support or Support.of(ids, log_pt, z.shape[1])
+        # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
+        # derivative
+        copied = z.dtype != acc_dtype or z.shape[1] % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
+        for chunk in row_chunks(z, 1 + copied + (student.softcap > 0), self.spec.memory_budget // 2):
+            support = self.support.rows(slice(rows.start + chunk.start, rows.start + chunk.stop))
+            x = student.finish(z[chunk], acc_dtype)
+            log_p = F.log_softmax(x, 1, dtype=acc_dtype) if lump else x
+            found = divergence_on_support(log_p.gather(1, support.ids).to(acc_dtype), support, self.spec.beta, lump)
+            divergence[chunk] = found.divergence
+            if scale is not None:
+                p = log_p.exp_() if lump else None
+                _write_gradient(z[chunk], x, p, found, support, student, scale_of(scale, chunk))
+            del x, log_p
 
 
 def _write_gradient(
-    kept: KeptGradient, out: Tensor, z: Tensor, p: Tensor | None, found: SupportGrads, support: Support, student: Head
+    out: Tensor, z: Tensor, p: Tensor | None, found: SupportGrads, support: Support, student: Head, by: Tensor | float
 ) -> None:
-    """Set ``out``, some rows of ``kept``, which ``z`` may alias. Overwrites ``p``, which is None if c = 0."""
-    inside, by = found.inside.masked_fill_(support.padding, 0.0), kept.scale
+    """Set ``out``, which ``z`` may alias, to the gradient times ``by``. Overwrites ``p``, which is None if c = 0."""
+    inside = found.inside.masked_fill_(support.padding, 0.0)
     derivative = student.logit_derivative(z)
     if isinstance(derivative, Tensor):
         inside = inside.mul_(derivative.gather(1, support.ids))
@@ -216,31 +155,3 @@ def _write_gradient(
         torch.mul(p, found.outside * -by, out=out)
     inside = torch.where(support.padding, inside.gather(1, support.best), inside)
     out.scatter_(1, support.ids, inside.to(out.dtype))
-
-
-def _gradients_by_slabs(
-    student: Head,
-    teacher: tuple[Tensor, Tensor],
-    rows: list[Tensor],
-    grad: Tensor,
-    spec: DivergenceSpec,
-    wanted: WantedGrads,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N, 1], from recomputed logits."""
-    (inside, outside, lse), (ids, log_p) = rows, teacher
-    real = log_p != -math.inf
-    inside, outside = inside * grad, outside * -grad
-    unit = fp16_unit(student.hidden.dtype, inside, outside)
-    if unit is not None:
-        inside, outside = inside / unit, outside / unit
-
-    def slab_grad(slab: slice) -> Tensor:
-        width = slab.stop - slab.start
-        here, columns = real & (ids >= slab.start) & (ids < slab.stop), (ids - slab.start).clamp_(0, width - 1)
-        z = student.columns(slab.start, slab.stop).logits()
-        derivative = student.logit_derivative(z)
-        g = z.sub_(lse).exp_().mul_(outside).mul_(derivative)
-        g.scatter_add_(1, columns, torch.where(here, -g.gather(1, columns), 0))  # exactly zero
-        return g.scatter_add_(1, columns, torch.where(here, inside, 0))
-
-    return head_gradients(student, spec, portable_column_bytes(student), slab_grad, unit, wanted)

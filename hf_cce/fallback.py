@@ -336,7 +336,9 @@ def token_blocks(
             if sums.overflow is not None:
                 multiply_add(sums.overflow, z[:, fit:].t(), h)
         if sums.bias is not None:
-            sums.bias.add_(multiply(z.t(), valid[rows, None].to(z.dtype), may_round=True)[:, 0])
+            mask = valid[rows, None].to(z.dtype)
+            rounds = dtype != acc_dtype and not supports_fp32_out(z)
+            sums.bias.add_(z.mul_(mask).sum(0, dtype=acc_dtype) if rounds else multiply(z.t(), mask)[:, 0])
     return losses, put_rows(lse, chosen, len(x.labels)), factor, sums
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.inputs import scale_and_softcap
-from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence_passes
+from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, padded
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
@@ -223,7 +223,7 @@ def row_lse(head: Any, num_valid: Tensor, entropy: bool, memory_budget: int) -> 
 
 
 def pair_stats(
-    student: Any,  # both are the slab's part of a head of ``hf_cce.divergence_passes``, after ``with_contiguous_rows``
+    student: Any,  # both are the slab's part of a head of ``hf_cce.divergence_spec``, after ``with_contiguous_rows``
     teacher: Any,
     num_valid: Tensor,
     beta: float,

@@ -106,7 +106,7 @@ def _row_divergence_kernel(
 def row_divergences(
     logits: Tensor,  # [N, V] of the student: h Wᵀ + b
     teacher_logits: Tensor,  # [N, V], likewise
-    student: Any,  # both are a head of ``hf_cce.divergence_passes``
+    student: Any,  # both are a head of ``hf_cce.divergence_spec``
     teacher: Any,
     beta: float,
     divergence: Tensor,  # [N], written

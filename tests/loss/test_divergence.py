@@ -32,7 +32,18 @@ from forced_strategies import BFLOAT16
 from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
 
-from hf_cce import CCEConfig, TeacherHead, TeacherTopK, dispatch, divergence_passes, divergence_rows, linear_divergence
+from hf_cce import (
+    CCEConfig,
+    TeacherHead,
+    TeacherTopK,
+    dispatch,
+    divergence,
+    divergence_passes,
+    divergence_rows,
+    divergence_spec,
+    fallback,
+    linear_divergence,
+)
 from hf_cce.config import MIB
 from hf_cce.kernels import divergence_rows as kernels_divergence_rows
 
@@ -43,8 +54,12 @@ def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> 
 
 FORMS = ("head", "logits", "lump", "renormalize")
 IMPLEMENTATIONS_AND_DTYPES = [
-    *((name, dtype) for name in ("rows", "slabs") for dtype in (torch.float64, torch.bfloat16)),
-    *((name, dtype) for name in ("rows", "slabs", "triton", "triton rows") for dtype in (torch.float32, torch.float16)),
+    *((name, dtype) for name in ("rows", "blocks") for dtype in (torch.float64, torch.bfloat16)),
+    *(
+        (name, dtype)
+        for name in ("rows", "blocks", "triton", "triton rows")
+        for dtype in (torch.float32, torch.float16)
+    ),
     *(pytest.param(name, *BFLOAT16.values, marks=BFLOAT16.marks) for name in ("triton", "triton rows")),
 ]
 
@@ -60,7 +75,7 @@ def form(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["rows", "slabs", "triton", "triton rows"])
+@pytest.fixture(params=["rows", "blocks", "triton", "triton rows"])
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -68,18 +83,19 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CCEConfig]:
     """Yield a config for ``implementation``, and make sure that the functions of the others do not run in its place."""
-    if implementation != "slabs":
-        for name in ("_mixture_sums", "_slab_gradient"):
-            monkeypatch.setattr(divergence_passes, name, None)
-    if implementation in ("rows", "triton rows"):  # several blocks of tokens
-        monkeypatch.setattr(divergence_rows, "tokens_per_block", lambda *_: 16)
+    if implementation != "triton":  # several blocks of tokens
+        for module in (divergence_rows, fallback):
+            monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
     if implementation == "triton rows":
         monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
+    if implementation in ("triton", "triton rows"):
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
-    if implementation == "rows":  # and several chunks in each
+    else:  # and several chunks in each
         chunks = divergence_rows.chunks
         monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
-    if implementation == "slabs":
+    if implementation != "blocks":
+        monkeypatch.setattr(divergence, "gradients_by_blocks", None)
+    else:
         monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -104,33 +120,28 @@ def test_vocabularies_that_differ_in_padding(
     check(case, torch.float32, config, device)
 
 
-@pytest.mark.parametrize("implementation", ["slabs", "triton"])
-def test_many_slabs(
-    case: Case, form: str, implementation: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    width, cut = 128 if implementation == "triton" else 32, []
+@pytest.mark.parametrize("implementation", ["triton"])
+@pytest.mark.parametrize("form", ["head", "logits"])
+def test_many_slabs(case: Case, form: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = []
 
-    def make_slabs(student: Any, spec: Any, column_bytes: int, reserved_bytes: int = 0) -> list[slice]:
+    def make_slabs(student: Any, *_: Any) -> list[slice]:
         cut.append(student.weight.shape[0])
-        return [slice(start, min(cut[-1], start + width)) for start in range(0, cut[-1], width)]
+        return [slice(start, min(cut[-1], start + 128)) for start in range(0, cut[-1], 128)]
 
     monkeypatch.setattr(divergence_passes, "make_slabs", make_slabs)
     check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
-    assert bool(cut) == (
-        implementation == "slabs" or form in ("head", "logits")
-    )  # PyTorch keeps a top-k student's logits
+    assert cut
 
 
 def test_slabs_keep_to_the_budget() -> None:
-    head = divergence_passes.Head(
+    head = divergence_spec.Head(
         torch.empty(8192, 896, device="meta"), torch.empty(151936, 896, device="meta"), None, 1.0, 0.0
     )
-    for triton in (True, False):
-        spec = divergence_passes.DivergenceSpec(0.0, False, 256 << 20, triton)
-        slabs = divergence_passes.make_slabs(head, spec, 2 * 8192, 4 * 8192 * 896)
-        assert slabs[0].start == 0 and slabs[-1].stop == 151936
-        assert all(a.stop == b.start for a, b in pairwise(slabs))
-        assert max(s.stop - s.start for s in slabs) * 2 * 8192 + 4 * 8192 * 896 <= 256 << 20
+    slabs = divergence_passes.make_slabs(head, 256 << 20, 2 * 8192, 4 * 8192 * 896)
+    assert slabs[0].start == 0 and slabs[-1].stop == 151936
+    assert all(a.stop == b.start for a, b in pairwise(slabs))
+    assert max(s.stop - s.start for s in slabs) * 2 * 8192 + 4 * 8192 * 896 <= 256 << 20
 
 
 def test_masked_tokens_are_not_read() -> None:
@@ -371,21 +382,6 @@ def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> 
     gradients_bytes = sum(4 * leaf.numel() for leaf in leaves) if trains else 0
     logits = 4 * 256 * 20_000
     assert memory.peak - gradients_bytes <= 5 * MIB < logits / 3
-
-
-@pytest.mark.parametrize("implementation", ["slabs"])
-@pytest.mark.parametrize("case", [Case(form="head"), Case("jsd", form="logits")], ids=str)
-def test_no_tensor_is_kept_for_each_slab(case: Case, config: CCEConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors between the large ones of a slab would keep a CPU's heap from reusing their memory."""
-    x = make_inputs(case, torch.float32)
-    most_live = []
-    for count in (20, 60):
-        slabs = [slice(131 * i // count, 131 * (i + 1) // count) for i in range(count)]
-        monkeypatch.setattr(divergence_passes, "make_slabs", lambda *_, slabs=slabs: slabs)
-        with PeakMemory(set()) as memory:
-            fused_divergence(x, x.student(torch.float32), case, config)
-        most_live.append(memory.most_live)
-    assert most_live[0] == most_live[1]
 
 
 def test_backward_leaves_the_hidden_states_alone() -> None:

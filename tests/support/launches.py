@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from hf_cce import divergence_passes as passes
-from hf_cce import divergence_rows, strategies
+from hf_cce import divergence_rows, divergence_spec, strategies
 from hf_cce.config import MIB
 from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
@@ -96,18 +96,20 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
             "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
         }
     found = {name: partial(strategies.run_on_meta, *of) for name, of in cases.items()}
-    student = passes.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
-    given = passes.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
+    student = divergence_spec.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
+    given = divergence_spec.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
     for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("JSD", 0.5)):
         found[name] = partial(divergence_step, student, student, beta)
     return found | {"given logits": partial(divergence_step, student, given, 1.0)}
 
 
-def divergence_step(student: passes.Head, teacher: passes.Head, beta: float) -> None:
+def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head, beta: float) -> None:
     n = student.hidden.shape[0]
-    tokens = passes.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
-    spec = passes.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True)
-    divergence_rows.divergence_of_rows(student, teacher, tokens, replace(spec, keeps_logits=True), 1.0)
+    tokens = divergence_spec.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
+    spec = divergence_spec.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True)
+    spec_of_rows = replace(spec, keeps_logits=True)
+    of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec_of_rows)
+    divergence_rows.divergence_of_rows(of_rows, student, spec_of_rows, 1.0)
     *_, rows = passes.row_stats(student, teacher, tokens, spec)
-    grads = passes.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
+    grads = divergence_spec.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
     passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)

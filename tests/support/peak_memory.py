@@ -1,4 +1,4 @@
-"""Track live tensors on any device: the peak of their bytes, which a GPU's allocator would report, and of their number."""
+"""Track live tensors on any device: the peak of their bytes, which a GPU's allocator would report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Dispatch mode that records the peak bytes and number of live tensors, excluding ``known`` storages."""
+    """Dispatch mode that records the peak bytes of live tensors, excluding ``known`` storages."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.known, self.now, self.peak = known, 0, 0
-        self.live, self.most_live = 0, 0
 
     def _gone(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.now -= size
-        self.live -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -31,7 +29,6 @@ class PeakMemory(TorchDispatchMode):
                 size = storage.nbytes()
                 self.known.add(storage._cdata)
                 self.now += size
-                self.live += 1
-                self.peak, self.most_live = max(self.peak, self.now), max(self.most_live, self.live)
+                self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._gone, storage._cdata, size)
         return out
