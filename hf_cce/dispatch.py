@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
+from hf_cce.divergence_spec import Way
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.matmul import supports_fp32_out
@@ -46,6 +47,8 @@ FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
+# The minimum tokens per block of a divergence whose gradient of a weight is summed over blocks; for a frozen one, half as many.
+MIN_ONE_PASS = 512
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -346,24 +349,34 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
     return kept, memory_budget - kept, 2 * kept <= memory_budget
 
 
-def dispatch_divergence(
-    p: Problem, config: CCEConfig, kernels: bool, top_k: bool, trains: bool
-) -> tuple[int, bool, bool]:
-    """Return (bytes of workspace, True for Triton kernels, True if PyTorch multiplies and keeps logits) for a divergence.
+def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, Way]:
+    """Return (bytes of workspace, True for Triton kernels, way) of a divergence.
 
-    ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens.
+    ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
+    gradient is the same for all tokens.
     """
-    budget, auto, logits = config.workspace_bytes(p.tokens), config.memory_budget == "auto", p.tokens * p.vocab_size
-    kernels = kernels and runs_kernels(p.device, p.dtype, config.implementation)
-    kept, workspace, fits = _kept_logits(p, budget, auto, trains)
-    if kernels and not auto and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
-        return workspace, True, True
-    tiles = kernels and choose_implementation(p.device, p.dtype, config.implementation) == "triton"
-    if tiles and (logits > FULL_LOGITS_MAX or not fits or config.implementation == "triton" or p.device.type != "cuda"):
-        return budget, True, False
-    if auto:  # chunks of two models; for few tokens, as much as full logits take
+    budget, logits, sums = spec.memory_budget, p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
+    kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
+    tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    if tiles and summed and spec.auto_budget:
+        budget += 2 * sums  # for float32 sums of the weight's gradient, and for larger blocks
+    kept, workspace, fits = _kept_logits(p, budget, spec.auto_budget, any(spec.needs))
+    if (
+        kernels and (summed or not spec.auto_budget) and kept + ONE_BLOCK_BYTES <= budget
+    ):  # room for blocks of the teacher
+        return budget - kept, True, "keep"
+    block = (budget - (sums if p.dtype not in FULL_PRECISION else 0)) // (2 * p.dtype.itemsize * p.vocab_size)
+    if summed and one_pass_pays(p, spec) and tiles and block >= (MIN_ONE_PASS if sums else MIN_ONE_PASS // 2):
+        return budget, True, "one_pass"
+    if tiles and (logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda"):
+        return budget, True, "slabs"
+    if spec.auto_budget:  # chunks of two models; for few tokens, as much as full logits take
         workspace = max(2 * workspace, min((16 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
-    return (workspace if fits else budget), kernels and fits, fits
+    if fits:
+        return workspace, kernels, "keep"
+    # On a CPU, 16-bit gradients of hidden states would be rounded before and after the upstream gradient is known.
+    exact = p.dtype in FULL_PRECISION or p.device.type != "cpu"
+    return budget, kernels, "one_pass" if summed and exact else "blocks"
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

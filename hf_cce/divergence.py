@@ -19,12 +19,20 @@ from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
 from hf_cce.divergence_passes import divergence_kernels, gradients, row_stats
-from hf_cce.divergence_rows import HeadRows, OfRows, divergence_of_rows, gradients_by_blocks, gradients_of_rows
+from hf_cce.divergence_rows import (
+    HeadRows,
+    OfRows,
+    divergence_of_rows,
+    gradients_by_blocks,
+    gradients_of_rows,
+    gradients_of_sums,
+    one_pass,
+)
 from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens, WantedGrads
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
-from hf_cce.spec import Divisor, accumulation_dtype
+from hf_cce.spec import Divisor, LossSpec, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
@@ -143,7 +151,7 @@ def linear_divergence(
         valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
         factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
     given = _prepare_teacher(teacher, student_hidden, float(temperature))
-    losses, _ = _divergences(head, given, flat, beta_of_kind, config, factor=factor)
+    losses, _ = _divergences(head, given, flat, beta_of_kind, config, factor=factor, summed=reduction != "none")
     return losses.view(student_hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
 
 
@@ -162,13 +170,16 @@ class Divergence(torch.autograd.Function):
         rows: tuple[Tensor, ...] = ()
         student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
-            spec = replace(spec, triton=False, keeps_logits=True)  # a kernel cannot be launched for zero tokens
+            spec = replace(spec, triton=False, way="keep")  # a kernel cannot be launched for zero tokens
         s, t = _prepare(student, teacher, tokens, spec)
         with compute_context(hidden):
-            if isinstance(t, Head) and spec.triton and not spec.keeps_logits:
-                divergence, entropy, rows = row_stats(s, t, tokens, spec)
+            if spec.way == "slabs":
+                divergence, entropy, rows = row_stats(s, cast(Head, t), tokens, spec)
+            elif spec.way == "one_pass":
+                of_rows = _of_rows(s, t, tokens, spec)
+                divergence, entropy, ctx.kept = one_pass(of_rows, s, tokens, spec, ctx.needs_input_grad[:3])
             else:
-                upstream = factor if spec.keeps_logits else None
+                upstream = factor if spec.way == "keep" else None
                 divergence, entropy, ctx.kept = divergence_of_rows(_of_rows(s, t, tokens, spec), s, spec, upstream)
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         given = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in teacher]
@@ -193,20 +204,23 @@ class Divergence(torch.autograd.Function):
         given, rows = rest[: len(ctx.teacher)], rest[len(ctx.teacher) :]
         teacher = type(ctx.teacher)(*(x if y is None else y for x, y in zip(ctx.teacher, given, strict=True)))
         s, t = _prepare(student, teacher, tokens, spec)
+        summed = grad.stride() == (0,)  # the gradient of a sum or a mean: equal for all tokens
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
-        grad = tokens.gather(grad[:, None])[:, 0].contiguous()
+        of_tokens = tokens.gather(grad[:, None])[:, 0].contiguous()
         wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
+        kept: Any = ctx.kept
+        ctx.kept = None  # a second backward pass computes it again
         with compute_context(student.hidden):
-            if isinstance(t, Head) and spec.triton and not spec.keeps_logits:
-                grads = gradients(s, t, tokens, rows, grad, spec, wanted)
+            if spec.way == "slabs":
+                grads = gradients(s, cast(Head, t), tokens, rows, of_tokens, spec, wanted)
+            elif spec.way == "keep":
+                kept = kept or divergence_of_rows(_of_rows(s, t, tokens, spec), s, spec, factor)[2]
+                grads = gradients_of_rows(kept, s, of_tokens, wanted)
+            elif kept is not None and summed:
+                grads = gradients_of_sums(kept, s, tokens, spec, grad[0], wanted)
             else:
-                of_rows = _of_rows(s, t, tokens, spec)
-                if spec.keeps_logits:
-                    kept: Any = ctx.kept or divergence_of_rows(of_rows, s, spec, factor)[2]
-                    ctx.kept = None  # a second backward pass computes it again
-                    grads = gradients_of_rows(kept, s, grad, wanted)
-                else:
-                    grads = gradients_by_blocks(of_rows, s, grad, spec, wanted)
+                kept = None  # free it first
+                grads = gradients_by_blocks(_of_rows(s, t, tokens, spec), s, tokens, of_tokens, spec, wanted)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
@@ -244,7 +258,10 @@ def token_divergences(
     config: CCEConfig | None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
+    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL.
+
+    The caller sums the divergences; their gradients may be slower to compute otherwise.
+    """
     config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
     head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, student.hidden_states)
     given = _prepare_teacher(teacher, student.hidden_states, temperature)
@@ -260,8 +277,13 @@ def _divergences(
     config: CCEConfig,
     entropy: bool = False,
     factor: Tensor | float = 1.0,
+    summed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence [N], student entropy [N] or None). ``factor``: a scalar that upstream gradients contain."""
+    """Return (divergence [N], student entropy [N] or None).
+
+    ``factor``: a scalar that upstream gradients contain. ``summed``: all tokens will have the same upstream gradient; if they do
+    not, the result is right, but takes longer.
+    """
     hidden, weight, *_ = student
     assert weight is not None
     # Raises if kernels are required, but cannot run.
@@ -269,8 +291,9 @@ def _divergences(
     top_k = isinstance(teacher, TeacherTopK)
     kernels = isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in student[:3])
-    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, config, kernels, top_k, trains))
+    needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
+    loss_spec = LossSpec.of(config, len(hidden), needs)
+    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
     if isinstance(teacher, TeacherTopK):
         log_p, tokens = teacher.log_probs.to(accumulation_dtype(hidden.dtype)), Tokens(None, None)
         if mask is not None:  # NaN in an excluded token must not propagate
@@ -279,8 +302,10 @@ def _divergences(
         given: Head | TopK = TopK(teacher.ids, log_p, teacher.tail == "lump")
     else:
         given, tokens = teacher, Tokens.of(mask, len(hidden), hidden.device)
-    found, entropies = Divergence.apply(hidden, *student[1:3], student, given, tokens, spec, factor if trains else None)
-    if top_k and mask is not None:
+    found, entropies = Divergence.apply(
+        hidden, *student[1:3], student, given, tokens, spec, factor if any(needs) else None
+    )
+    if top_k and mask is not None and not summed:
         # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
         found = torch.where(mask, found, 0)
     return found, entropies if entropy else None

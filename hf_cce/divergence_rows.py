@@ -2,7 +2,8 @@
 
 One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits, kept in the inputs' dtype,
 with its gradient. The backward pass only multiplies: as many products as full logits need, in a fraction of their memory. This is
-the fastest way. If the memory budget has no room for all logits, the backward pass computes those of each block again.
+the fastest way. If the memory budget has no room for all logits, sums of the gradients are computed with the divergence, which
+assumes that all tokens have the same upstream gradient, or the backward pass computes the logits of each block again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Tokens, WantedGrads
+from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Needs, Tokens, WantedGrads
 from hf_cce.fallback import (
+    CHUNK_BYTES,
     CHUNK_BYTES_CPU,
+    GradSums,
     chunks,
     empty_logits,
     gradient_scale,
@@ -95,30 +98,62 @@ def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: W
     return wanted.pad(*logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors))
 
 
-def gradients_by_blocks(
-    of_rows: OfRows, student: Head, grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
-) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits.
+def one_pass(
+    of_rows: OfRows, student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs, by_row: Tensor | None = None
+) -> tuple[Tensor, Tensor, GradSums]:
+    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
 
-    In 16 bits, the float32 sums of the weight's gradient take as much memory as the gradient, beside the budget.
+    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. In 16 bits, the float32 sums of the weight's
+    gradient take as much memory as the gradient itself.
     """
-    hidden, weight, bias = student[:3]
-    assert weight is not None
-    (by_row, by), one, stop = split_factors(hidden.dtype, grad), grad.new_ones(()), 0
+    entropy, stop = student.hidden.new_empty(0, dtype=accumulation_dtype(student.hidden.dtype)), 0
+    if spec.entropy and by_row is None:
+        entropy = entropy.new_empty(len(student.hidden))
 
     def to_gradients(z: Tensor, _: Tensor, __: LossSpec, scale: Tensor | float, ___: bool) -> tuple[Tensor, Tensor]:
         nonlocal stop
         rows, stop = slice(stop, stop + len(z)), stop + len(z)
-        divergence = torch.empty_like(grad[rows])
-        of_rows(z, rows, by_row[rows, None] * scale, divergence, None)
+        divergence = entropy.new_empty(len(z))
+        scale = scale if by_row is None else by_row[rows, None] * scale
+        of_rows(z, rows, scale, divergence, entropy[rows] if len(entropy) else None)
         return divergence, divergence
 
-    x = Inputs(hidden, weight, bias, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device))
-    loss_spec = LossSpec(
-        -1, _largest_slope(student, spec), 0.0, needs=wanted.needs, memory_budget=spec.memory_budget // 4
+    x, loss_spec = block_problem(student, tokens, spec, needs)
+    divergence, _, _, sums = token_blocks(x, loss_spec, lambda: entropy.new_ones(()), to_gradients)
+    return divergence, entropy, sums
+
+
+def block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs) -> tuple[Inputs, LossSpec]:
+    """Return the arguments of ``token_blocks`` whose blocks leave room for the teacher's logits."""
+    hidden, weight, bias = student[:3]
+    assert weight is not None
+    labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    if tokens.order is not None:
+        labels.masked_fill_(~tokens.valid(hidden), -1)
+    sums = weight.nbytes if needs[1] and hidden.dtype.itemsize < 4 else 0
+    # In PyTorch, half of the budget is for chunks.
+    room = max(spec.memory_budget - sums, spec.memory_budget // 2) // (2 if spec.triton else 4)
+    reserved = min(CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES, room)  # by tokens_per_block
+    return Inputs(hidden, weight, bias, labels), LossSpec(
+        -1, _largest_slope(student, spec), 0.0, needs=needs, memory_budget=sums + room + reserved
     )
-    sums = token_blocks(x, loss_spec, lambda: one, to_gradients)[3]
-    return wanted.pad(*sums.finalize(x, loss_spec, grad, one, one if by is None else by))
+
+
+def gradients_of_sums(
+    sums: GradSums, student: Head, tokens: Tokens, spec: DivergenceSpec, by: Tensor, wanted: WantedGrads
+) -> HeadGrads:
+    """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, multiplied by the scalar ``by``."""
+    x, loss_spec = block_problem(student, tokens, spec, wanted.needs)
+    return wanted.pad(*sums.finalize(x, loss_spec, by, by, torch.ones_like(by)))
+
+
+def gradients_by_blocks(
+    of_rows: OfRows, student: Head, tokens: Tokens, grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
+) -> HeadGrads:
+    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits."""
+    by_row, by = split_factors(student.hidden.dtype, grad)
+    sums = one_pass(of_rows, student, tokens, spec, wanted.needs, by_row)[2]
+    return gradients_of_sums(sums, student, tokens, spec, grad.new_ones(()) if by is None else by, wanted)
 
 
 @dataclass(frozen=True)

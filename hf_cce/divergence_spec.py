@@ -8,7 +8,7 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,14 @@ class Tokens(NamedTuple):
         return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.order, torch.where(valid, values, 0))
 
 
+# How a divergence and its gradients are computed:
+# - "slabs": by kernels, twice (three times for the JSD), see ``hf_cce.divergence_passes``;
+# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``, as for the others;
+# - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
+# - "blocks": the logits are computed twice.
+Way = Literal["slabs", "keep", "one_pass", "blocks"]
+
+
 @dataclass(frozen=True)
 class DivergenceSpec:
     """The checked options of one divergence, on the host."""
@@ -88,20 +96,21 @@ class DivergenceSpec:
     entropy: bool  # also return the student's entropy, for logging
     memory_budget: int  # bytes, beside kept logits
     triton: bool
-    keeps_logits: bool = False  # the student's, see ``hf_cce.divergence_rows``
+    way: Way
 
     @property
     def kl(self) -> bool:
         return self.beta in (0.0, 1.0)
 
 
-HeadGrads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight and bias
+Needs = tuple[bool, bool, bool]  # which gradients are needed: of hidden states, weight and bias
+HeadGrads = tuple[Tensor | None, Tensor | None, Tensor | None]  # likewise
 
 
 class WantedGrads(NamedTuple):
     """Which gradients are needed, and the rows of the weight's gradient, including truncated vocabulary entries."""
 
-    needs: tuple[bool, bool, bool]  # of hidden states, weight and bias
+    needs: Needs
     rows: int
 
     def pad(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> HeadGrads:

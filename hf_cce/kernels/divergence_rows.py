@@ -32,7 +32,7 @@ def _log_probs(start, cols, vocab_size, logit_scale, softcap, largest, log_total
 def _store_gradient(
     start, cols, log_ps, log_pt, offset, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
 ):
-    """Overwrite the student's logits with the gradient of the divergence times the scalar ``factor``."""
+    """Overwrite the student's logits with the gradient of the divergence times ``factor``, a pointer."""
     gradient = slope(log_ps, log_pt, offset, beta, KIND)
     if factor is not None:
         gradient *= tl.load(factor).to(tl.float32)
@@ -50,7 +50,8 @@ def _row_divergence_kernel(
     teacher_logits,  # [N, V], before scale and softcap
     divergence,  # [N], written
     entropy,  # [N], written: the student's; None if not requested
-    factor,  # scalar that the gradient is multiplied by; None: 1
+    factor,  # [N] or scalar that the gradient is multiplied by; None: 1
+    factor_stride,  # 0 for a scalar
     vocab_size,
     stride,
     teacher_stride,
@@ -66,6 +67,8 @@ def _row_divergence_kernel(
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     t_start = teacher_logits + row.to(tl.int64) * teacher_stride
+    if factor is not None:
+        factor += row * factor_stride
     top, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK)
     t_top, t_log_total = largest_and_log_total(t_start, None, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK)
     student = tl.zeros((BLOCK,), tl.float32)  # of KL(p_s ‖ p_t) or KL(p_s ‖ m)
@@ -111,13 +114,16 @@ def row_divergences(
     beta: float,
     divergence: Tensor,  # [N], written
     entropy: Tensor | None,  # [N], written
-    scale: Tensor | float | None,  # overwrite ``logits`` with their gradient times this scalar; None: leave them
+    scale: Tensor
+    | float
+    | None,  # overwrite ``logits`` with their gradient times this, a scalar or [N, 1]; None: leave them
 ) -> None:
     """Compute the divergence of each token, the student's entropy and the gradient of the student's logits."""
     (n, v), kind = logits.shape, FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD
     factor = torch.full((), scale, device=logits.device) if isinstance(scale, float) and scale != 1.0 else scale
     _row_divergence_kernel[(n,)](
-        logits, teacher_logits, divergence, entropy, factor if isinstance(factor, Tensor) else None, v, logits.stride(0),
+        logits, teacher_logits, divergence, entropy, factor if isinstance(factor, Tensor) else None,
+        factor.stride(0) if isinstance(factor, Tensor) and factor.dim() else 0, v, logits.stride(0),
         teacher_logits.stride(0), *scale_and_softcap(student), *scale_and_softcap(teacher), beta,
         KIND=kind, GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=max(1, BLOCK // PER_WARP),
     )  # fmt: skip

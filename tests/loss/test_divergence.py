@@ -36,7 +36,6 @@ from hf_cce import (
     CCEConfig,
     TeacherHead,
     TeacherTopK,
-    dispatch,
     divergence,
     divergence_passes,
     divergence_rows,
@@ -53,6 +52,7 @@ def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> 
 
 
 FORMS = ("head", "logits", "lump", "renormalize")
+NAMES = ("rows", "blocks", "triton", "triton rows", "triton blocks")
 IMPLEMENTATIONS_AND_DTYPES = [
     *((name, dtype) for name in ("rows", "blocks") for dtype in (torch.float64, torch.bfloat16)),
     *(
@@ -75,32 +75,35 @@ def form(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["rows", "blocks", "triton", "triton rows"])
+@pytest.fixture(params=NAMES)
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CCEConfig]:
-    """Yield a config for ``implementation``, and make sure that the functions of the others do not run in its place."""
-    if implementation != "triton":  # several blocks of tokens
-        for module in (divergence_rows, fallback):
-            monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
-    if implementation == "triton rows":
-        monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
-    if implementation in ("triton", "triton rows"):
+    """Yield a config for ``implementation``, and make sure that no other one runs in its place."""
+    triton, blocks = implementation.startswith("triton"), implementation.endswith("blocks")
+
+    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, str]:
+        way = "slabs" if implementation == "triton" and not top_k else "keep"
+        if blocks:
+            exact = triton or p.dtype in (torch.float32, torch.float64)
+            way = "one_pass" if summed and exact and any(spec.needs) else "blocks"
+        return spec.memory_budget, triton and kernels, way
+
+    monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
+    for module in (divergence_rows, fallback):  # several blocks of tokens
+        monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
+    monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
+    if triton:
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
     else:  # and several chunks in each
         chunks = divergence_rows.chunks
         monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
-    if implementation != "blocks":
-        monkeypatch.setattr(divergence, "gradients_by_blocks", None)
-    else:
-        monkeypatch.setattr(dispatch, "_kept_logits", lambda p, budget, *_: (0, budget, False))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    by_kernels = implementation in ("triton", "triton rows")
-    yield CCEConfig("triton" if by_kernels else "portable", "1GiB" if implementation == "triton rows" else "auto")
+    yield CCEConfig("triton" if triton else "portable")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
