@@ -47,8 +47,10 @@ FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
-# The minimum tokens per block of a divergence whose gradient of a weight is summed over blocks; for a frozen one, half as many.
+# The minimum tokens per block of a divergence whose gradients are summed over blocks.
 MIN_ONE_PASS = 512
+# Logits of more bytes are not kept for a divergence by default; blocks of this size are as fast.
+LARGE_LOGITS = 2 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -355,28 +357,28 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
     ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
     gradient is the same for all tokens.
     """
-    budget, logits, sums = spec.memory_budget, p.tokens * p.vocab_size, _head_gradient_bytes(p, spec)
-    kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
-    tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
-    if tiles and summed and spec.auto_budget:
-        budget += 2 * sums  # for float32 sums of the weight's gradient, and for larger blocks
+    budget, logits, narrow = spec.memory_budget, p.tokens * p.vocab_size, p.dtype not in FULL_PRECISION
     kept, workspace, fits = _kept_logits(p, budget, spec.auto_budget, any(spec.needs))
-    if (
-        kernels and (summed or not spec.auto_budget) and kept + ONE_BLOCK_BYTES <= budget
-    ):  # room for blocks of the teacher
-        return budget - kept, True, "keep"
-    block = (budget - (sums if p.dtype not in FULL_PRECISION else 0)) // (2 * p.dtype.itemsize * p.vocab_size)
-    if summed and one_pass_pays(p, spec) and tiles and block >= (MIN_ONE_PASS if sums else MIN_ONE_PASS // 2):
-        return budget, True, "one_pass"
-    if tiles and (logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda"):
-        return budget, True, "slabs"
+    sums = _head_gradient_bytes(p, spec) if narrow else 0  # float32 sums beside the buffer of the gradient
+    kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
+    if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
+        return workspace, True, "keep"
+    if kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
+        # By default the slabs, since they do not round logits to 16 bits.
+        block_tokens = (budget - sums) // (2 * p.dtype.itemsize * p.vocab_size)
+        if summed and not spec.auto_budget and block_tokens >= MIN_ONE_PASS:
+            return budget, True, "one_pass"
+        if logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda":
+            return budget, True, "slabs"
+    # On a CPU, 16-bit gradients of hidden states would be rounded before and after the upstream gradient is known.
+    summed = summed and not (narrow and p.device.type == "cpu")
+    if not fits:
+        return budget, kernels, "one_pass" if summed else "blocks"
+    if spec.auto_budget and summed and narrow and not top_k and kept > LARGE_LOGITS:
+        return LARGE_LOGITS + sums, kernels, "one_pass"
     if spec.auto_budget:  # chunks of two models; for few tokens, as much as full logits take
         workspace = max(2 * workspace, min((16 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
-    if fits:
-        return workspace, kernels, "keep"
-    # On a CPU, 16-bit gradients of hidden states would be rounded before and after the upstream gradient is known.
-    exact = p.dtype in FULL_PRECISION or p.device.type != "cpu"
-    return budget, kernels, "one_pass" if summed and exact else "blocks"
+    return workspace, kernels, "keep"
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

@@ -113,11 +113,9 @@ def linear_divergence(
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. The fastest way keeps the
-            student's logits in the dtype of ``student_hidden`` until the backward pass. A budget in bytes allows it if it has
-            room for them and 256 MiB more, or, where the kernels do not run, for twice as much; ``"auto"`` everywhere but for
-            many tokens in 16 bits on a GPU with kernels. Without kernels and such room, float32 sums of the gradient of a weight
-            in 16 bits take as much memory as the gradient, beside the budget.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. If a budget in bytes has
+            room, logits in the dtype of ``student_hidden`` are kept or handled in blocks of tokens, which is faster. By default,
+            this happens everywhere but for many tokens in 16 bits on a GPU with kernels.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no

@@ -36,6 +36,7 @@ from hf_cce import (
     CCEConfig,
     TeacherHead,
     TeacherTopK,
+    dispatch,
     divergence,
     divergence_passes,
     divergence_rows,
@@ -45,6 +46,7 @@ from hf_cce import (
 )
 from hf_cce.config import MIB
 from hf_cce.kernels import divergence_rows as kernels_divergence_rows
+from hf_cce.spec import LossSpec
 
 
 def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -279,6 +281,28 @@ def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> No
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("implementation", ["blocks", "triton blocks"])
+def test_gradients_for_equal_upstream_gradients_serve_no_other_pass(case: Case, config: CCEConfig, device: str) -> None:
+    """Neither one with other upstream gradients, nor a second one."""
+    case = replace(case, reduction="none")
+    x, beta = make_inputs(case, torch.float32, device), {"forward_kl": 0.0, "reverse_kl": 1.0}.get(case.kind, case.beta)
+    teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
+
+    def fused(*leaves: torch.Tensor) -> torch.Tensor:
+        return divergence.token_divergences(TeacherHead(*leaves), teacher, beta, 1.0, None, config)[0]
+
+    def second(*leaves: torch.Tensor) -> torch.Tensor:
+        found = fused(*leaves)
+        torch.autograd.grad(found.sum(), leaves, retain_graph=True)
+        return found
+
+    exact, baseline = (
+        outcome(x, lambda *leaves: plain_divergence(x, leaves, case), dtype) for dtype in (torch.float64, torch.float32)
+    )
+    for loss in (fused, second):
+        assert_all_accurate(outcome(x, loss), baseline, exact)
+
+
 def test_divergences_of_tokens_may_be_changed_in_place(case: Case, form: str, config: CCEConfig, device: str) -> None:
     case = replace(case, form=form, reduction="none")
     x = make_inputs(case, torch.float32, device)
@@ -397,3 +421,28 @@ def test_backward_leaves_the_hidden_states_alone() -> None:
     for given in (teacher, torch.randn(20, 30, device=device), TeacherHead(hidden, weight)):
         linear_divergence(x, weight, given).backward(retain_graph=True)
     saved.backward()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "options", "summed", "way"),
+    [
+        (8192, torch.bfloat16, {}, True, "slabs"),
+        (8192, torch.bfloat16, {"memory_budget": "256MiB"}, True, "slabs"),
+        (8192, torch.bfloat16, {"memory_budget": "1GiB"}, True, "one_pass"),
+        (8192, torch.bfloat16, {"memory_budget": "1GiB"}, False, "slabs"),
+        (8192, torch.bfloat16, {"memory_budget": "4GiB"}, False, "keep"),
+        (200, torch.bfloat16, {}, True, "keep"),
+        (8192, torch.float32, {}, True, "keep"),
+        (8192, torch.float32, {"memory_budget": "1GiB"}, True, "one_pass"),
+        (8192, torch.float32, {"memory_budget": "1GiB"}, False, "blocks"),
+        (8192, torch.float16, {"implementation": "portable"}, True, "one_pass"),
+        (8192, torch.float16, {"implementation": "portable"}, False, "keep"),
+    ],
+)
+def test_the_way_of_a_divergence_on_a_gpu(
+    tokens: int, dtype: torch.dtype, options: dict[str, Any], summed: bool, way: str
+) -> None:
+    problem = dispatch.Problem(tokens, 896, 151936, dtype, torch.device("cuda"))
+    spec = LossSpec.of(CCEConfig(**options), tokens, (True, True, False))
+    budget, _, found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=summed)
+    assert found == way and budget > 0
