@@ -48,12 +48,12 @@ class Gathered(NamedTuple):
 
 
 def _identity(r: Recipe) -> tuple[Any, ...]:
-    """Return the objects that determine the logits; casts do not change statistics."""
-    return (*r.operands, *(op for op in r.meaning.logit_ops if op[0] != "to"))
+    """Return the objects that determine the logits and who gets their gradient; casts do not change statistics."""
+    return (r.leaves, *r.operands, *(op for op in r.meaning.logit_ops if op[0] != "to"))
 
 
 def _is_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(map(_is_same_object, a, b))
+    return len(a) == len(b) and a[0] is b[0] and all(map(_is_same_object, a[1:], b[1:]))
 
 
 def _is_same_object(a: Any, b: Any) -> bool:

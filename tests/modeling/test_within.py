@@ -110,6 +110,15 @@ class FocalLoss(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=-((1 - log_p.exp()) ** 2 * log_p).mean(), logits=logits)
 
 
+class HeadTwice(LlamaForCausalLM):
+    """Calls the head twice on the same hidden states, one of them detached, and needs the logsumexp of both."""
+
+    def forward(self, labels: Any = None, **inputs: Any) -> Any:
+        hidden_states = self.model(**inputs).last_hidden_state
+        first, second = self.lm_head(hidden_states.detach()).logsumexp(-1), self.lm_head(hidden_states).logsumexp(-1)
+        return CausalLMOutputWithPast(loss=first.square().mean() + second.mean())
+
+
 class ReentrantCheckpoint(LlamaForCausalLM):
     def forward(self, labels: Any = None, **inputs: Any) -> Any:
         def loss(hidden_states: Any) -> Any:
@@ -138,6 +147,7 @@ def class_twins(kind: Any) -> tuple[Any, Any]:
 
 OWN_FORWARDS = (
     SelfDistillation, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword, FocalLoss,
+    HeadTwice,
 )  # fmt: skip
 
 
