@@ -48,6 +48,8 @@ def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str
     compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
+    if not compiling and torch._C._is_tracing():
+        return "torch.jit.trace is active, which cannot record deferred logits"
     plain = type(head).forward is nn.Linear.forward and foreign_forward is None
     if F.linear is not LINEAR and not plain:
         return "torch.nn.functional.linear was replaced, as DeepSpeed ZeRO-3 does, and the head is not a plain torch.nn.Linear"

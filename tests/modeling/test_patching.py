@@ -248,6 +248,28 @@ def test_torch_func_transforms_get_full_logits() -> None:
     assert stats(patched).fused
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_jit_trace_gets_full_logits(training: bool) -> None:
+    plain, patched = (each.train(training) for each in twins())
+    ids = batch()["input_ids"]
+
+    class Loss(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def gradient(model: Any) -> torch.Tensor:
+        traced = torch.jit.trace(Loss(model), (ids,), check_trace=False)
+        return torch.autograd.grad(traced(ids.flip(1)), model.lm_head.weight)[0]  # not those that were traced
+
+    with cce_warnings() as messages:
+        assert torch.equal(gradient(patched), gradient(plain))
+    assert len(messages) == training and all("torch.jit.trace is active" in each for each in messages)
+
+
 def test_patched_model_has_no_reference_cycle() -> None:
     """Python's collector does not run when GPU memory is short."""
     model = apply_cce(tiny_llama())
