@@ -45,12 +45,6 @@ def dft(outputs: Any, labels: Tensor) -> Tensor:
     return (loss * torch.exp(-loss.detach())).mean()
 
 
-def channels(outputs: Any, labels: Tensor) -> Tensor:
-    loss, valid = token_losses(outputs, labels), torch.roll(labels, -1, -1).view(-1) != -100
-    rows = [slice(i * labels.shape[1], (i + 1) * labels.shape[1]) for i in range(len(labels))]
-    return torch.stack([loss[row][valid[row]].mean() * (i + 1) for i, row in enumerate(rows)]).sum()
-
-
 def scaled(outputs: Any, labels: Tensor) -> Tensor:
     scale = torch.linspace(0.1, 2.0, labels.numel()).view(labels.shape)
     return (token_losses(outputs, labels) * torch.roll(scale, -1, -1).view(-1)).sum() / (labels != -100).sum()
@@ -67,9 +61,7 @@ def confident(outputs: Any, labels: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "a plain loop": lambda outputs, labels: F.cross_entropy(outputs.logits.flatten(0, 1), shifted(labels).flatten()),
     "token weights": scaled,
-    "channels": channels,
     "DFT by ms-swift": lambda outputs, labels: token_losses(outputs, labels, dft=True).sum() / (labels != -100).sum(),
     "DFT by LLaMA-Factory": dft,
     "entropy bonus": confident,
