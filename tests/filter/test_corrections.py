@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,6 @@ pytest.importorskip("triton")
 from hf_cce.kernels.filter import corrections
 from hf_cce.kernels.filter import run as filter_run
 from hf_cce.kernels.filter.corrections import mass_weighted_hidden
-from hf_cce.kernels.filter.run import _add_dropped_to_hidden
-from hf_cce.kernels.filter.select import DroppedMass
-from hf_cce.kernels.launch_config import padded
-from hf_cce.matmul import multiply_add
 
 BLOCK = 128 if DEVICE == "cuda" else 32
 
@@ -169,43 +163,3 @@ def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
     columns = torch.full((24, 48), float("nan"), device=DEVICE)
     mass_weighted_hidden(hidden, mass, 0.5, columns[:, :40])
     assert torch.equal(columns[:, :40], found.t()) and not columns[:, 40:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("n", "d"), [(1, 5), (33, 640), (70, 136)])
-def test_mass_weighted_hidden_states_transposed(n: int, d: int, dtype: torch.dtype) -> None:
-    """Same values transposed, zeros for the padding, and nothing written outside the output."""
-    hidden = torch.randn(n, d, device=DEVICE).to(dtype)
-    # integers, whose sums are exact in any order
-    mass = torch.randint(-9, 10, (3, padded(n)), device=DEVICE).float()[:, :n]
-    mass[0] += 28.0  # no sum is zero
-    around = torch.full((d + 2, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
-    out = mass_weighted_hidden(hidden, mass, 0.5, around[1:-1, :n])
-    assert torch.equal(out, mass_weighted_hidden(hidden, mass, 0.5).t()) and out.any()
-    assert not around[1:-1, n:].any() and around[[0, -1]].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("n", "d", "tiles"), [(70, 40, 9), (129, 136, 33)])
-def test_means_and_covariance_in_one_product(n: int, d: int, tiles: int, dtype: torch.dtype) -> None:
-    """As accurate as one product with the means plus one with the covariance."""
-    hidden, means, covariance = (torch.randn(count, d, device=DEVICE).to(dtype) for count in (n, tiles, d))
-    token_mass = torch.randint(-9, 10, (3, n), device=DEVICE).float()
-    total = torch.full((n, d), float("nan"), device=DEVICE)
-    every = torch.full((tiles + d, padded(n)), float("nan"), dtype=dtype, device=DEVICE)
-    every[:tiles] = torch.randn(tiles, padded(n), device=DEVICE)
-    every[:tiles, n:] = float("nan")
-    unused = torch.empty(0, device=DEVICE)
-    saved: Any = SimpleNamespace(hidden=hidden, means=means, logit_scale=0.5)
-
-    for corrected in (True, False):
-        mass = DroppedMass(every[:tiles, :n], every[: tiles + d * corrected, :n], unused, unused, token_mass)
-        actual, baseline = total.clone(), total.clone()
-        _add_dropped_to_hidden(actual, saved, mass, covariance if corrected else None)
-        multiply_add(baseline, mass.per_row.t(), means, first=True)
-        exact = mass.per_row.double().t() @ means.double()
-        if corrected:
-            rows = mass_weighted_hidden(hidden, token_mass, 0.5)
-            multiply_add(baseline, rows, covariance, first=False)
-            exact += rows.double() @ covariance.double()
-        assert_accurate(actual, baseline, exact, f"corrected: {corrected}")
