@@ -26,9 +26,10 @@ from models import (
     stats,
     tiny_llama,
     twins,
+    with_lora,
 )
 from numerics import assert_accurate
-from peft import LoraConfig, OFTConfig, get_peft_model
+from peft import OFTConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tiny_config import TEXT_VOCAB_SIZE, tiny_config
 from torch import nn
@@ -299,10 +300,7 @@ def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
     """The head inside the adapter still has the forward that the graph gave to it."""
     plain, patched = twins()
     torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
-    options = {"target_modules": ["q_proj"], "init_lora_weights": False, **trained}
-    config = LoraConfig(task_type="CAUSAL_LM", **options)
-    plain, patched = (get_peft_model(model, config) for model in (plain, patched))
-    patched.load_state_dict(plain.state_dict())
+    plain, patched = (with_lora(model, **trained) for model in (plain, patched))
     assert_same_training(patched, plain, batch())
     assert_fused(patched)
     remove_cce(patched)
@@ -355,8 +353,7 @@ def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
 @pytest.mark.parametrize("trained", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
 @pytest.mark.usefixtures("one_rank")
 def test_head_with_a_layer_that_peft_gives_to_fsdp1(trained: dict[str, Any]) -> None:
-    config = LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **trained})
-    model = get_peft_model(tiny_llama(), config)
+    model = with_lora(tiny_llama(), **trained)
     options = {"auto_wrap_policy": fsdp_auto_wrap_policy(model), "device_id": torch.device("cpu")}
     wrapped = apply_cce(FullyShardedDataParallel(model, use_orig_params=True, **options))
     with cce_warnings() as messages:
@@ -390,7 +387,7 @@ def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head(lora: bool)
     model = apply_cce(tiny_llama())
     torch.compile(model_loss, backend="eager")(model, {**batch(), "use_cache": False})
     if lora:
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+        with_lora(model, target_modules=["lm_head"], init_lora_weights=True)
     replica = replica_of(model.eval())
     layer = replica.lm_head.base_layer if lora else replica.lm_head
     layer.weight = layer.weight * 2

@@ -1,4 +1,4 @@
-"""State that the gradient filter keeps between steps, and where it is stored: FilterState, a patched model, CCECallback."""
+"""State that the gradient filter keeps between steps, and where it is stored: FilterState, a patched model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import pickle
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,11 +17,9 @@ from forced_strategies import KEEPS_ALL, backward_counter, config_for, force_str
 from losses import PLAIN, check_against_plain, fused_loss, fused_step, make_inputs
 from models import batch, loss_and_grads, tiny_llama
 from numerics import assert_accurate, assert_all_accurate
-from test_callback import build, logged
 from torch import Tensor
-from transformers import TrainerCallback
 
-from hf_cce import CCECallback, CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
+from hf_cce import CCEConfig, FilterState, apply_cce, linear_cross_entropy, remove_cce
 from hf_cce import filter_state as state_module
 from hf_cce.kernels.filter import run as filter_run
 from hf_cce.kernels.filter.workspace import FilterReport
@@ -426,24 +423,3 @@ def test_the_state_lives_on_the_model(counts: Counter[str]) -> None:
     assert patch_of(model).filter_state is state
     assert not KEYS & set(copy.deepcopy(model).cce_stats())
     assert not hasattr(plain, "cce_stats") and not hasattr(remove_cce(other), "cce_stats")
-
-
-def test_the_callback_logs_filter_statistics(
-    tmp_path: Path, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state_module, "PAUSE_SHARE", 1.0)
-    seen: list[dict[str, Any]] = []
-
-    class Later(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            seen.append(dict(logs))
-
-    callback = CCECallback(implementation="triton", gradient_filter=0.05, on_unused="raise", details=True)
-    trainer = build(tmp_path, callback, Later(), max_steps=2)
-    trainer.train()
-    names = {f"cce/{key}" for key in KEYS}
-    assert counts["filtered gradients"] == 4  # two micro-batches per step
-    steps = logged(trainer)
-    assert len(steps) == 2 and all(names <= set(entry) for entry in steps)
-    assert [entry for entry in seen if names <= set(entry)] and all((names <= set(e)) == ("loss" in e) for e in seen)
-    assert steps[-1]["cce/kept"] == round(trainer.model.cce_stats()["kept"], 6)

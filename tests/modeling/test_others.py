@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import FAMILIES, tiny_llama
+from models import FAMILIES, tiny_llama, with_lora
 from transformers.loss import loss_utils
 
 from hf_cce import apply_cce
@@ -74,12 +74,11 @@ def test_patch_under_wrappers_is_refused() -> None:
 
 
 def test_patch_inside_peft_is_refused() -> None:
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     model = tiny_llama()
     model.forward = MethodType(function_of(*FORWARDS["apple"][:2]), model)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="Apple's cut cross-entropy is active"):
-        apply_cce(adapted)
+        apply_cce(with_lora(model))
 
 
 def test_unsloth_loss_function_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

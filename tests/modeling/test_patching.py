@@ -32,6 +32,7 @@ from models import (
     stats,
     tiny_llama,
     twins,
+    with_lora,
 )
 from numerics import assert_accurate, assert_all_accurate
 from torch import nn
@@ -373,13 +374,8 @@ def test_partitioned_weight_gets_full_logits(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed ZeRO-3 replaces torch.nn.functional.linear for every model in the process."""
-    peft = pytest.importorskip("peft")
-
-    def with_lora() -> Any:
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
-        torch.manual_seed(3)
-        return peft.get_peft_model(tiny_llama(), config)
-
+    pytest.importorskip("peft")
+    adapted = [with_lora(tiny_llama(), target_modules=["lm_head"]) for _ in range(2)]
     plain, patched = twins()
     compiled = apply_cce(tiny_llama())
     torch.compile(compiled, backend="eager")(**batch(), use_cache=False)  # its head keeps a forward of ours
@@ -388,7 +384,7 @@ def test_replaced_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_training(each, plain, batch())
         assert_fused(each, calls=calls)
     with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):
-        assert_same_training(apply_cce(with_lora()), with_lora(), batch())
+        assert_same_training(apply_cce(adapted[0]), adapted[1], batch())
     hooked = apply_cce(tiny_llama())
     hooked.lm_head.forward = functools.partial(nn.Linear.forward, hooked.lm_head)
     with pytest.warns(UserWarning, match=r"torch\.nn\.functional\.linear was replaced"):

@@ -26,6 +26,7 @@ from models import (
     module_state,
     stats,
     tiny_llama,
+    with_lora,
     with_open_gates,
 )
 from numerics import assert_accurate, assert_all_accurate
@@ -218,18 +219,17 @@ def test_loss_and_gradients_over_steps(name: str, first: str, family: str) -> No
 @pytest.mark.parametrize("what", ["velora", "hook on lora_A", "hook on the saved head"])
 def test_autograd_functions_inside_the_head(what: str) -> None:
     """VeLoRA's own function and backward hooks stand between the hidden states and the product."""
-    options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    options: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"]}
     if what == "velora":
         if not hasattr(peft.tuners.lora, "VeloraConfig"):
             pytest.skip("this PEFT has no VeLoRA")
         options["velora_config"] = peft.tuners.lora.VeloraConfig()
     elif what == "hook on the saved head":
-        options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+        options = {"modules_to_save": ["lm_head"]}
     fired: list[str] = []
 
     def build() -> Any:
-        torch.manual_seed(3)
-        model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        model = with_lora(tiny_llama(), **options)
         for name, module in model.named_modules():
             if name.endswith({"hook on lora_A": "lm_head.lora_A.default"}.get(what, "lm_head.modules_to_save.default")):
                 module.register_full_backward_hook(lambda *_: fired.append(what))
@@ -311,7 +311,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
 
 
 def test_disabled_adapter_does_not_warn() -> None:
-    model = apply_cce(peft.get_peft_model(tiny_llama(), HEADS["lora"].config()))
+    model = apply_cce(with_lora(tiny_llama(), target_modules=["q_proj", "lm_head"]))
     with cce_warnings() as messages, model.disable_adapter():
         model.get_input_embeddings().weight.requires_grad_()
         model(**batch()).loss.backward()

@@ -254,6 +254,15 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def with_lora(model: Any, **options: Any) -> Any:
+    """Return a PeftModel with a LoRA adapter, of ``q_proj`` by default, whose weights are random and always the same."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **options}
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+
+
 def with_open_gates(model: Any) -> Any:
     """Activate LLaMA-Adapter's prompts: their gates start at zero, which disables them."""
     with torch.no_grad():

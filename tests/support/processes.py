@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from command import environment, run
-from numerics import budget
+from models import stats
+from numerics import budget, relative_error
 
 
 def assert_within_budget(result: dict[str, Any], half: bool = False) -> None:
@@ -39,6 +42,31 @@ def run_on_ranks(script: str, path: Path, *arguments: str, ranks: int = 2, devic
     assert done.returncode == 0, done.stderr[-3000:]
     assert "unknown inputs or outputs type" not in done.stdout + done.stderr, "DeepSpeed has seen what is no tensor"
     return json.loads(path.read_text("utf-8"))
+
+
+def counters(model: Any) -> dict[str, int]:
+    return {key: getattr(stats(model), key) for key in ("calls", "fused", "missed", "materialized")}
+
+
+def relative_errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the error of each tensor by name, and that of "all gradients" together, the loss included."""
+    assert found.keys() == exact.keys(), (found.keys(), exact.keys())
+    flat = [torch.cat([x[key].double().flatten() for key in exact]) for x in (found, exact)]
+    each = {key: relative_error(value, exact[key]) for key, value in found.items()}
+    return {**each, "all gradients": relative_error(*flat)}
+
+
+def results_of(cases: Iterable[str], run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of each case by name, or the error with which it failed."""
+    results: dict[str, Any] = {}
+    for case in cases:
+        try:
+            results[case] = run(case)
+        except Exception as error:  # go on with the other cases
+            traceback.print_exc()
+            results[case] = {"failed": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+    return results
 
 
 def finish(path: Path, results: dict[str, Any]) -> None:

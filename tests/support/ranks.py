@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import FAMILIES, batch, cce_warnings, float64_copy, loss_and_grads, stats, tiny_llama
+from models import FAMILIES, batch, cce_warnings, float64_copy, loss_and_grads, tiny_llama, with_lora
 from numerics import relative_error
-from peft import LoraConfig, get_peft_model
-from processes import finish
+from processes import counters, finish, relative_errors, results_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -194,12 +193,6 @@ def large(dtype: torch.dtype, extra_entries: int = 0) -> Any:
     return model.to(dtype)
 
 
-def with_lora(target: str, family: str = "llama", **options: Any) -> Any:
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[target], init_lora_weights=False, **options)
-    torch.manual_seed(3)
-    return get_peft_model(FAMILIES[family].build(), config)
-
-
 ENGINES: dict[str, Callable[..., Any]] = {
     "ddp": ddp,
     "ddp_patched_late": lambda model, patch: patch(DistributedDataParallel(model)),
@@ -243,9 +236,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tensor_parallel_bias": FAMILIES["phi"].build,
     "tensor_parallel_softcap": lambda: FAMILIES["gemma2"].build(tie_word_embeddings=False),
     "tensor_parallel_logsumexp": lambda: FAMILIES["bamba"].build(tie_word_embeddings=False),
-    "fsdp2_adapted_head": partial(with_lora, "lm_head", "phi"),
-    "fsdp2_peft_root": partial(with_lora, "q_proj", modules_to_save=["lm_head"]),
-    "tensor_parallel_lora": partial(with_lora, "lm_head"),
+    "fsdp2_adapted_head": lambda: with_lora(FAMILIES["phi"].build(), target_modules=["lm_head"]),
+    "fsdp2_peft_root": lambda: with_lora(tiny_llama(), modules_to_save=["lm_head"]),
+    "tensor_parallel_lora": lambda: with_lora(tiny_llama(), target_modules=["lm_head"]),
     # transformers 5.17 accepts only even sizes
     "tensor_parallel_plan": lambda: tiny_llama(vocab_size=100),
     "tensor_parallel_plan_compiled": lambda: tiny_llama(vocab_size=100),
@@ -365,14 +358,9 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
                 with torch.no_grad():
                     model.eval()(**inputs)
                 parameter_types[name] = {key: type(value).__name__ for key, value in model.named_parameters()}
-        assert found.keys() == reference.keys()
-        report[name] = {key: relative_error(value, reference[key]) for key, value in found.items()}
-        whole_of = [torch.cat([x[key].double().flatten() for key in reference]) for x in (found, reference)]
-        report[name]["all gradients"] = relative_error(*whole_of)
+        report[name] = relative_errors(found, reference)
         if name == "errors":
-            report["warnings"] = messages
-            counted = stats(model)
-            report["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
+            report["warnings"], report["stats"] = messages, counters(model)
         if not tensor and engine != "fsdp2_compiled_head":  # whose logits raise: the weight is freed
             logits_loss_gradients[name] = gradients_of_loss_on_logits(model.train(), inputs)
             report["read after step"] = read_after_step(model, inputs)
@@ -389,16 +377,13 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
 
 
 def run_engines(engines: list[str], whole: dict[str, Tensor]) -> dict[str, Any]:
-    items = int((whole["labels"][:, 1:] != -100).sum())
-    inputs, results = {**whole, "num_items_in_batch": torch.tensor(items)}, {}
-    for name in engines:
-        try:
-            model = MODELS.get(name, BUILD)().to(DEVICE)
-            results[name] = run(name, whole, loss_and_grads(float64_copy(model), inputs, double=True))
-        except Exception as error:  # go on with the other engines
-            results[name] = {"failed": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    return results
+    inputs = {**whole, "num_items_in_batch": (whole["labels"][:, 1:] != -100).sum().cpu()}
+
+    def compared(engine: str) -> dict[str, Any]:
+        model = MODELS.get(engine, BUILD)().to(DEVICE)
+        return run(engine, whole, loss_and_grads(float64_copy(model), inputs, double=True))
+
+    return results_of(engines, compared)
 
 
 def main(path: Path, device: str = "", dtype: str = "", *engines: str) -> None:

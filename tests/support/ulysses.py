@@ -20,9 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
 from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from deepspeed.utils import safe_get_full_grad
-from models import LENGTH, batch, float64_copy, loss_and_grads, stats, tiny_llama
-from numerics import relative_error
-from processes import finish
+from models import LENGTH, batch, float64_copy, loss_and_grads, tiny_llama
+from processes import counters, finish, relative_errors
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
@@ -73,13 +72,8 @@ def main(path: Path, stage: int) -> None:
     # DeepSpeed averages over fewer ranks
     times = round(float(twin["lm_head.weight"].norm() / reference["lm_head.weight"].norm()))
     expected = {name: value if name == "loss" else times * value for name, value in reference.items()}
-    counted = stats(model)
-    result = {
-        "errors": {name: relative_error(value, expected[name]) for name, value in actual.items()},
-        "twin": {name: relative_error(value, expected[name]) for name, value in twin.items()},
-        "stats": {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")},
-    }
-    finish(path, result)
+    errors, of_twin = (relative_errors(found, expected) for found in (actual, twin))
+    finish(path, {"errors": errors, "twin": of_twin, "stats": counters(model)})
 
 
 if __name__ == "__main__":

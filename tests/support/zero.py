@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import FAMILIES, batch, cce_warnings, float64_copy, head_of, loss_and_grads, stats
-from numerics import relative_error
-from processes import finish
+from models import FAMILIES, batch, cce_warnings, float64_copy, head_of, loss_and_grads
+from processes import counters, finish, relative_errors, results_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,20 +179,16 @@ def compare_with_reference(case: str) -> dict[str, Any]:
         patched: list[Any] = []
         with cce_warnings() as messages:
             found, seen = run(case, lambda model, patch=patch, patched=patched: patched.append(patch(model)))
-        errors = {}
-        for step, (actual, expected) in enumerate(zip(found, references, strict=True)):
-            actual = {key: value for key, value in actual.items() if key != "logits"}
-            assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
-            errors |= {f"{key} at {step}": relative_error(value, expected[key]) for key, value in actual.items()}
-            flat = [torch.cat([x[key].double().flatten() for key in expected]) for x in (actual, expected)]
-            errors[f"all gradients at {step}"] = relative_error(*flat)
-        report[name] = errors
-        logits.append(found[0]["logits"])
+        logits.append(found[0].pop("logits"))
+        report[name] = {
+            f"{key} at {step}": error
+            for step, pair in enumerate(zip(found, references, strict=True))
+            for key, error in relative_errors(*pair).items()
+        }
         report[f"seen of {name}"] = seen
         if name == "errors":
             report["warnings"] = messages
-            counted = stats(patched[0])
-            report["stats"] = {key: getattr(counted, key) for key in ("calls", "fused", "missed", "materialized")}
+            report["stats"] = counters(patched[0])
     report["same logits"] = torch.equal(*logits)
     return report
 
@@ -210,15 +204,7 @@ def main(path: Path, device: str = "cpu") -> None:
         OPTIONS.update(implementation="triton", gradient_filter=None)  # otherwise PyTorch would handle so few tokens
     skip_shared_memory_extension()
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
-    results: dict[str, Any] = {}
-    for case in CASES:
-        try:
-            results[case] = compare_with_reference(case)
-        except Exception as error:  # go on with the other cases
-            traceback.print_exc()
-            results[case] = {"failed": f"{type(error).__name__}: {error}"}
-        dist.barrier()
-    finish(path, results)
+    finish(path, results_of(CASES, compare_with_reference))
 
 
 if __name__ == "__main__":

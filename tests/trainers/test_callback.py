@@ -56,15 +56,25 @@ def run(trainer: Any) -> list[str]:
     return messages
 
 
+class Later(TrainerCallback):
+    """Keep what a callback after ours is given to log."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append(dict(logs))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_log_message_and_logged_counters(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
-    callback = CCECallback(implementation=implementation, details=True)
+    callback, later = CCECallback(implementation=implementation, details=True), Later()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with two GPUs, Trainer would use DataParallel
-    trainer = build(tmp_path, callback, use_cpu=device == "cpu")
+    trainer = build(tmp_path, callback, later, use_cpu=device == "cpu")
     with caplog.at_level("INFO", logger="hf_cce"):
         run(trainer)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_cce")]
@@ -72,6 +82,7 @@ def test_log_message_and_logged_counters(
     steps = logged(trainer)
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
+    assert [entry.get("cce/fused") for entry in later.seen if {"loss", "cce/fused"} & set(entry)] == [2.0, 4.0, 6.0]
     logged_keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
     assert logged_keys == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
     assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")

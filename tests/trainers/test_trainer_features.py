@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import assert_fused, batch, logits_made, loss_and_grads, stats, tiny_llama
+from models import assert_fused, batch, logits_made, loss_and_grads, stats, tiny_llama, with_lora
 from numerics import assert_accurate
 from safetensors.torch import load_file
 from test_callback import build, custom_loss, history, rows, run
@@ -146,10 +146,8 @@ def test_checkpoints_match_unpatched(kind: str, tmp_path: Path) -> None:
         bare = tiny_llama(tie_word_embeddings=kind == "tied")
         if kind != "lora":
             return bare
-        peft = pytest.importorskip("peft")
-        torch.manual_seed(3)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"])
-        return peft.get_peft_model(bare, config)
+        pytest.importorskip("peft")
+        return with_lora(bare, target_modules=["q_proj", "lm_head"], init_lora_weights=True)
 
     for how in ("plain", "callback"):
         trainer = trained(how, tmp_path / how, model=model(), save_strategy="steps", save_steps=3)
@@ -278,27 +276,6 @@ def test_micro_batches_with_all_labels_ignored(ignored: Iterable[int], steps: in
     assert_fused(patched.model, calls=12 if steps == 3 else 6)
 
 
-def test_load_best_model_at_end(tmp_path: Path) -> None:
-    """The metric makes checkpoint-1 the best; the model it is loaded into trains on without logits."""
-    options = {
-        **EACH_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
-    plain, patched = (trained(how, tmp_path / how, **options) for how in ("plain", "callback"))
-    for trainer in (plain, patched):
-        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"
-    assert_same(patched.state.best_metric, plain.state.best_metric, "the best")
-    saved = load_file(Path(plain.state.best_model_checkpoint) / "model.safetensors")
-    assert_same(plain.model.state_dict(), saved, "what is the best")
-    assert_same_run(patched, plain, 3)
-    losses = []
-    for trainer in (patched, plain):
-        loss = trainer.model.train()(**batch()).loss
-        losses.append(loss.detach())
-    assert_same(*losses, "one call more")
-    assert_fused(patched.model, calls=7)
-
-
 class Logits(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -309,10 +286,8 @@ class Logits(nn.Module):
 
 
 def train_and_merge(patch: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
-    model = patch(peft.get_peft_model(tiny_llama(), config))
+    pytest.importorskip("peft")
+    model = patch(with_lora(tiny_llama(), target_modules="all-linear"))
     loss_and_grads(model, batch())
     torch.optim.SGD(model.parameters(), 0.3).step()
     return model.merge_and_unload()
