@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from forced_strategies import (
-    KEEPS_ALL,
     STRATEGIES,
     applies,
     config_for,
@@ -19,14 +18,14 @@ from forced_strategies import (
     trained_like_inputs,
 )
 from losses import PLAIN, make_inputs
-from models import batch, module_state, tiny_llama
+from models import batch, tiny_llama
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from test_filter_state import COUNTS, KEYS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from hf_cce import CCEConfig, FilterState, apply_cce, dispatch, linear_cross_entropy, remove_cce
+from hf_cce import CCEConfig, FilterState, apply_cce, dispatch, linear_cross_entropy
 from hf_cce import filter_state as state_module
 from hf_cce.patches.causal_lm import patch_of
 
@@ -185,42 +184,10 @@ def test_the_operator_is_excluded_from_cuda_graphs() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.hf_cce.cross_entropy.default.tags
 
 
-def train(model: Any, call: Any) -> list[Tensor]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-    for number in range(3):
-        for part in range(2):
-            loss = call(**batch(seed=2 * number + part), use_cache=False).loss
-            (loss / 2).backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_a_patched_model_trains_and_counts_as_in_eager_code(filtered: Any) -> None:
-    plain = tiny_llama()
-    models = [apply_cce(copy.deepcopy(plain), implementation="triton", gradient_filter=0.05) for _ in range(2)]
-    compiled, counter = compile(models[1])
-    eager_losses, losses = train(models[0], models[0]), train(models[1], compiled)
-    assert_all_accurate(losses, eager_losses, eager_losses, "loss")
-    eager, ours = (dict(model.named_parameters()) for model in models)
-    assert_all_accurate(ours, eager, eager)
-    expected, counted = models[0].cce_stats(), models[1].cce_stats()
-    assert set(counted) == COUNTS | KEYS and counted["traced"] and 0 < counted["kept"] < 1
-    assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}
-    for key in KEYS:
-        assert relative_error(torch.tensor(counted[key] + 1), torch.tensor(expected[key] + 1)) < 1e-4
-    assert counter.frame_count == 1 and filtered["filtered gradients"] == 12
-    remove_cce(compiled)
-    torch.compile(plain)
-    assert module_state(models[1]) == module_state(plain)
-
-
-@pytest.mark.slow
-def test_each_model_has_its_own_state() -> None:
+def test_patched_models_count_as_in_eager_code_and_have_their_own_state(filtered: Any) -> None:
     """One code object means one chain of graphs. A copy continues its model's counts but has its own filter state."""
-    model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=KEEPS_ALL)
-    inputs = {**batch(), "use_cache": False}
+    model = apply_cce(tiny_llama(), implementation="triton", gradient_filter=0.05)
+    eager, inputs = copy.deepcopy(model), {**batch(), "use_cache": False}
     run, counter = compile(lambda model: model(**inputs).loss)
     run(model).backward()
     other = copy.deepcopy(model)
@@ -228,4 +195,13 @@ def test_each_model_has_its_own_state() -> None:
         run(each).backward()
     assert (model.cce_stats()["calls"], other.cce_stats()["calls"]) == (2, 4)
     assert patch_of(model).filter_state._steps == 2 and patch_of(other).filter_state._steps == 3
-    assert counter.frame_count <= 4
+    assert counter.frame_count <= 4 and filtered["filtered gradients"] == 5
+    for _ in range(2):
+        eager(**inputs).loss.backward()
+    expected, found = ({name: p.grad for name, p in each.named_parameters()} for each in (eager, model))
+    assert_all_accurate(found, expected, expected)
+    expected, counted = eager.cce_stats(), model.cce_stats()
+    assert set(counted) == COUNTS | KEYS and counted["traced"] and 0 < counted["kept"] < 1
+    assert {key: counted[key] for key in COUNTS - {"traced"}} == {key: expected[key] for key in COUNTS - {"traced"}}
+    for key in KEYS:
+        assert relative_error(torch.tensor(counted[key] + 1), torch.tensor(expected[key] + 1)) < 1e-4
