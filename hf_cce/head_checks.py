@@ -48,7 +48,7 @@ def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str
     compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
-    if not compiling and torch._C._is_tracing():
+    if not compiling and torch.jit.is_tracing():  # type: ignore[attr-defined]
         return "torch.jit.trace is active, which cannot record deferred logits"
     plain = type(head).forward is nn.Linear.forward and foreign_forward is None
     if F.linear is not LINEAR and not plain:
