@@ -359,7 +359,8 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
     """
     budget, logits, narrow = spec.memory_budget, p.tokens * p.vocab_size, p.dtype not in FULL_PRECISION
     kept, workspace, fits = _kept_logits(p, budget, spec.auto_budget, any(spec.needs))
-    sums = _head_gradient_bytes(p, spec) if narrow else 0  # float32 sums beside the buffer of the gradient
+    # Float32 sums beside the buffers of the gradients
+    sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
     kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
     if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
         return workspace, True, "keep"
@@ -376,8 +377,9 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
         return budget, kernels, "one_pass" if summed else "blocks"
     if spec.auto_budget and summed and narrow and not top_k and kept > LARGE_LOGITS:
         return LARGE_LOGITS + sums, kernels, "one_pass"
-    if spec.auto_budget:  # chunks of two models; for few tokens, as much as full logits take
-        workspace = max(2 * workspace, min((16 if top_k else BYTES_PER_LOGIT) * logits, 1 << 30))
+    if spec.auto_budget:  # half of it is for chunks; for few tokens, as much as full logits take
+        most = 2 * min(8 * logits, 1 << 30) if top_k else min(BYTES_PER_LOGIT * logits, 1 << 30)
+        workspace = max(2 * workspace, most)
     return workspace, kernels, "keep"
 
 

@@ -118,32 +118,35 @@ def one_pass(
         of_rows(z, rows, scale, divergence, entropy[rows] if len(entropy) else None)
         return divergence, divergence
 
-    x, loss_spec = block_problem(student, tokens, spec, needs)
-    divergence, _, _, sums = token_blocks(x, loss_spec, lambda: entropy.new_ones(()), to_gradients)
+    hidden, weight = student.hidden, student.weight
+    assert weight is not None
+    on_cpu, sums_bytes = hidden.device.type == "cpu", 0
+    if hidden.dtype.itemsize < 4:  # float32 sums of dW, as far as they do not fit its buffer, and of dh
+        sums_bytes = needs[1] * weight.nbytes + 4 * hidden.numel()
+    # For the logits of student and teacher; in PyTorch, half of the budget is for chunks.
+    room = max(spec.memory_budget - sums_bytes, spec.memory_budget // 2) // (2 if spec.triton else 4)
+    room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
+    block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
+    x, loss_spec = _block_problem(student, tokens, spec, needs)
+    divergence, _, _, sums = token_blocks(x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block)
     return divergence, entropy, sums
 
 
-def block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs) -> tuple[Inputs, LossSpec]:
-    """Return the arguments of ``token_blocks`` whose blocks leave room for the teacher's logits."""
+def _block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs) -> tuple[Inputs, LossSpec]:
+    """Return what ``token_blocks`` and its result take: tokens that are not selected have the label that is ignored."""
     hidden, weight, bias = student[:3]
     assert weight is not None
     labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     if tokens.order is not None:
         labels.masked_fill_(~tokens.valid(hidden), -1)
-    sums = weight.nbytes if needs[1] and hidden.dtype.itemsize < 4 else 0
-    # In PyTorch, half of the budget is for chunks.
-    room = max(spec.memory_budget - sums, spec.memory_budget // 2) // (2 if spec.triton else 4)
-    reserved = min(CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES, room)  # by tokens_per_block
-    return Inputs(hidden, weight, bias, labels), LossSpec(
-        -1, _largest_slope(student, spec), 0.0, needs=needs, memory_budget=sums + room + reserved
-    )
+    return Inputs(hidden, weight, bias, labels), LossSpec(-1, _largest_slope(student, spec), 0.0, needs=needs)
 
 
 def gradients_of_sums(
     sums: GradSums, student: Head, tokens: Tokens, spec: DivergenceSpec, by: Tensor, wanted: WantedGrads
 ) -> HeadGrads:
     """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, multiplied by the scalar ``by``."""
-    x, loss_spec = block_problem(student, tokens, spec, wanted.needs)
+    x, loss_spec = _block_problem(student, tokens, spec, wanted.needs)
     return wanted.pad(*sums.finalize(x, loss_spec, by, by, torch.ones_like(by)))
 
 

@@ -290,9 +290,16 @@ class GradSums:
 
 
 def token_blocks(
-    x: Inputs, spec: LossSpec, make_factor: Callable[[], Tensor], to_gradients: ToGradients | None = None
+    x: Inputs,
+    spec: LossSpec,
+    make_factor: Callable[[], Tensor],
+    to_gradients: ToGradients | None = None,
+    block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
-    """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``."""
+    """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``.
+
+    ``block``: tokens per block; 0 for as many as the budget allows.
+    """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
@@ -314,7 +321,7 @@ def token_blocks(
             room = max(room - sums.overflow.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
-    block = tokens_per_block(n, v, dtype, on_cpu, room)
+    block = block or tokens_per_block(n, v, dtype, on_cpu, room)
     slab = empty_logits(hidden, v, min(block, n))
     for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
