@@ -124,7 +124,7 @@ def one_pass(
     if hidden.dtype.itemsize < 4:  # float32 sums of dW, as far as they do not fit its buffer, and of dh
         sums_bytes = needs[1] * weight.nbytes + 4 * hidden.numel()
     # For the logits of student and teacher; in PyTorch, half of the budget is for chunks.
-    room = max(spec.memory_budget - sums_bytes, spec.memory_budget // 2) // (2 if spec.triton else 4)
+    room = max(spec.memory_budget - sums_bytes, spec.memory_budget // 4) // (2 if spec.triton else 4)
     room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
     block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
     x, loss_spec = _block_problem(student, tokens, spec, needs)

@@ -95,6 +95,10 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         return spec.memory_budget, triton and kernels, way
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
+    if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
+        of = divergence_spec.Tokens.of
+        on_gpu = lambda mask, n, device: of(mask, n, device if mask is None else torch.device("cuda"))  # noqa: E731
+        monkeypatch.setattr(divergence_spec.Tokens, "of", on_gpu)
     for module in (divergence_rows, fallback):  # several blocks of tokens
         monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
     monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
