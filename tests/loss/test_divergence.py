@@ -43,6 +43,7 @@ from hf_cce import (
     divergence_spec,
     fallback,
     linear_divergence,
+    reference,
 )
 from hf_cce.config import MIB
 from hf_cce.kernels import divergence_rows as kernels_divergence_rows
@@ -96,6 +97,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
     if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
+        monkeypatch.setattr(reference, "_would_sync", lambda _: True)
         of = divergence_spec.Tokens.of
         on_gpu = lambda mask, n, device: of(mask, n, device if mask is None else torch.device("cuda"))  # noqa: E731
         monkeypatch.setattr(divergence_spec.Tokens, "of", on_gpu)
