@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from hf_cce.config import CCEConfig
-from hf_cce.divergence_spec import Way
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
 from hf_cce.filter_state import FilterState
 from hf_cce.matmul import supports_fp32_out
 from hf_cce.quantized import FrozenWeight
-from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
+from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats, Way
 from hf_cce.strategies import (
     SUM,
     Exact,

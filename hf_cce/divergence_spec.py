@@ -8,13 +8,14 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.reference import apply_scale_and_softcap_
+from hf_cce.spec import Way
 
 
 class Head(NamedTuple):
@@ -78,14 +79,6 @@ class Tokens(NamedTuple):
             return values
         valid = self.valid(values).view(-1, *[1] * (values.dim() - 1))
         return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.order, torch.where(valid, values, 0))
-
-
-# How a divergence and its gradients are computed:
-# - "slabs": by kernels, twice (three times for the JSD), see ``hf_cce.divergence_passes``;
-# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``, as for the others;
-# - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
-# - "blocks": the logits are computed twice.
-Way = Literal["slabs", "keep", "one_pass", "blocks"]
 
 
 @dataclass(frozen=True)
