@@ -370,8 +370,9 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
             return budget, True, "one_pass"
         if logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda":
             return budget, True, "slabs"
-    # On a CPU, 16-bit gradients of hidden states would be rounded before and after the upstream gradient is known.
-    summed = summed and not (narrow and p.device.type == "cpu")
+    # Elsewhere, PyTorch cannot write float32 products of 16-bit operands: sums would take products in float32, and gradients of
+    # hidden states would be rounded before and after the upstream gradient is known.
+    summed = summed and (not narrow or (p.device.type == "cuda" and torch.version.hip is None))
     if not fits:
         return budget, kernels, "one_pass" if summed else "blocks"
     if spec.auto_budget and summed and narrow and not top_k and kept > LARGE_LOGITS:

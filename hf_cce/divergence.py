@@ -255,15 +255,16 @@ def token_divergences(
     mask: Tensor | None,
     config: CCEConfig | None,
     entropy: bool = False,
+    summed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL.
 
-    The caller sums the divergences; their gradients may be slower to compute otherwise.
+    ``summed``: as in ``_divergences``.
     """
     config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
     head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, student.hidden_states)
     given = _prepare_teacher(teacher, student.hidden_states, temperature)
-    found, entropies = _divergences(head, given, flat, beta, config, entropy)
+    found, entropies = _divergences(head, given, flat, beta, config, entropy, summed=summed)
     return found.view(shape), None if entropies is None else entropies.view(shape)
 
 

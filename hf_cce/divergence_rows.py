@@ -110,7 +110,9 @@ def one_pass(
     if spec.entropy and by_row is None:
         entropy = entropy.new_empty(len(student.hidden))
 
-    def to_gradients(z: Tensor, _: Tensor, __: LossSpec, scale: Tensor | float, ___: bool) -> tuple[Tensor, Tensor]:
+    def to_gradients(
+        z: Tensor, labels: Tensor, loss_spec: LossSpec, scale: Tensor | float, has_bias: bool
+    ) -> tuple[Tensor, Tensor]:
         nonlocal stop
         rows, stop = slice(stop, stop + len(z)), stop + len(z)
         divergence = entropy.new_empty(len(z))

@@ -64,8 +64,10 @@ def _handle_call(running: Any, arguments: dict[str, Any]) -> Any:
         return NotImplemented
     patch.stats.fused += 1
     student, teacher = (_head(arguments, side) for side in ("student", "teacher"))
+    # On other devices, TRL masks the divergences, and masked tokens have another upstream gradient.
+    summed = student.hidden_states.device.type in ("cuda", "xpu")
     return token_divergences(
-        student, teacher, arguments["beta"], arguments["temperature"], None, patch.config, entropy=True
+        student, teacher, arguments["beta"], arguments["temperature"], None, patch.config, entropy=True, summed=summed
     )
 
 

@@ -455,3 +455,10 @@ def test_the_way_of_a_divergence_on_a_gpu(
     spec = LossSpec.of(CCEConfig(**options), tokens, (True, True, False))
     budget, kernels, found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=summed)
     assert found == way and kernels == ("implementation" not in options) and budget > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
+def test_logits_in_16_bits_are_kept_where_float32_products_of_them_do_not_exist(device: str) -> None:
+    problem = dispatch.Problem(8192, 896, 151936, torch.float16, torch.device(device))
+    spec = LossSpec.of(CCEConfig(), 8192, (True, True, False))
+    assert dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=True)[1:] == (False, "keep")
