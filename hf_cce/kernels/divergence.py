@@ -51,6 +51,12 @@ def _teacher_tile(
 
 
 @triton.jit
+def weighted(p, x):
+    """Return p · x, or 0 where p is 0 and x may be infinite. NaN stays NaN."""
+    return tl.where(p == 0, 0.0, p * x)
+
+
+@triton.jit
 def _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND: tl.constexpr):
     """Write the logsumexps of a tile, and the means under the softmax over the tile."""
     top = tl.max(zs, 1)
@@ -63,12 +69,12 @@ def _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, til
     tl.store(tile_teacher_lse + out, teacher_top + tl.log(teacher_total), mask=in_rows)
     safe_total = tl.where(total > 0, total, 1.0)
     if KIND == 0:
-        gap = tl.sum(tl.where(et > 0, et * (zt - zs), 0.0), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
+        gap = tl.sum(weighted(et, zt - zs), 1) / tl.where(teacher_total > 0, teacher_total, 1.0)
     else:
-        gap = tl.sum(tl.where(es > 0, es * (zs - zt), 0.0), 1) / safe_total
+        gap = tl.sum(weighted(es, zs - zt), 1) / safe_total
     tl.store(tile_gap + out, gap, mask=in_rows)
     if tile_expectation is not None:
-        expectation = tl.sum(tl.where(es > 0, es * zs, 0.0), 1) / safe_total
+        expectation = tl.sum(weighted(es, zs), 1) / safe_total
         tl.store(tile_expectation + out, expectation, mask=in_rows)
 
 
@@ -79,10 +85,10 @@ def slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
     if KIND == 0:
         found = ps - tl.exp(log_pt)
     elif KIND == 1:
-        found = tl.where(ps > 0, ps * (log_ps - log_pt - offset), 0.0)
+        found = weighted(ps, log_ps - log_pt - offset)
     else:
         log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
-        found = tl.where(ps > 0, (1.0 - beta) * ps * (log_ps - log_m - offset), 0.0)
+        found = (1.0 - beta) * weighted(ps, log_ps - log_m - offset)
     return found
 
 
@@ -180,8 +186,8 @@ def _pair_kernel(
             log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
             ps, pt = tl.exp(log_ps), tl.exp(log_pt)
             log_m = tl.log((1.0 - beta) * ps + beta * pt)
-            student = tl.sum(tl.where(ps > 0, ps * (log_ps - log_m), 0.0), 1)
-            teacher = tl.sum(tl.where(pt > 0, pt * (log_pt - log_m), 0.0), 1)
+            student = tl.sum(weighted(ps, log_ps - log_m), 1)
+            teacher = tl.sum(weighted(pt, log_pt - log_m), 1)
             tl.store(tile_divergence + tile, (1.0 - beta) * student + beta * teacher, mask=in_rows)
             tl.store(tile_gap + tile, student, mask=in_rows)
         else:

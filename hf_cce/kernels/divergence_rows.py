@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import FORWARD_KL, JSD, REVERSE_KL, slope
+from hf_cce.kernels.divergence import FORWARD_KL, JSD, REVERSE_KL, slope, weighted
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import largest_and_log_total, load_logits
@@ -82,11 +82,11 @@ def _row_divergence_kernel(
         if KIND == 2:
             log_m = tl.log((1.0 - beta) * ps + beta * pt)
         if KIND != 0:
-            student += tl.where(ps > 0, ps * (log_ps - (log_pt if KIND == 1 else log_m)), 0.0)
+            student += weighted(ps, log_ps - (log_pt if KIND == 1 else log_m))
         if KIND != 1:
-            teacher += tl.where(pt > 0, pt * (log_pt - (log_ps if KIND == 0 else log_m)), 0.0)
+            teacher += weighted(pt, log_pt - (log_ps if KIND == 0 else log_m))
         if entropy is not None:
-            expectation += tl.where(ps > 0, ps * log_ps, 0.0)
+            expectation += weighted(ps, log_ps)
         if GRADIENT and KIND == 0:  # needs no sum
             _store_gradient(
                 start, cols, log_ps, log_pt, 0.0, factor, vocab_size, logit_scale, softcap, beta, KIND,

@@ -180,11 +180,11 @@ def test_upstream_gradients_of_masked_tokens_are_ignored(
 
 
 @pytest.mark.parametrize("part", ["student", "teacher"])
-def test_nan_gives_a_nan_loss(case: Case, form: str, part: str) -> None:
+def test_nan_gives_a_nan_loss(case: Case, form: str, part: str, config: CCEConfig, device: str) -> None:
     case = replace(case, form=form, reduction="none")
-    x = make_inputs(case, torch.float32)
+    x = make_inputs(case, torch.float32, device)
     (x.hidden if part == "student" else x.teacher_hidden)[1, 2, 3] = torch.nan
-    found = fused_divergence(x, x.student(torch.float32), case).isnan()
+    found = fused_divergence(x, x.student(torch.float32), case, config).isnan()
     assert found[1, 2] and found.sum() == 1
 
 
