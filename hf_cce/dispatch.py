@@ -368,7 +368,8 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
         block_tokens = (budget - sums) // (2 * p.dtype.itemsize * p.vocab_size)
         if summed and not spec.auto_budget and block_tokens >= MIN_ONE_PASS:
             return budget, True, "one_pass"
-        if logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda":
+        slabs = logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda"
+        if slabs and not top_k:
             return budget, True, "slabs"
     # Elsewhere, PyTorch cannot write float32 products of 16-bit operands: sums would take products in float32, and gradients of
     # hidden states would be rounded before and after the upstream gradient is known.

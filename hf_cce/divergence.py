@@ -36,6 +36,7 @@ from hf_cce.spec import Divisor, LossSpec, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
+MAX_TOP_K = 1024  # the kernel holds this many of a teacher's tokens at once
 
 
 class TeacherHead(NamedTuple):
@@ -288,7 +289,10 @@ def _divergences(
     # Raises if kernels are required, but cannot run.
     choose_implementation(hidden.device, hidden.dtype, config.implementation)
     top_k = isinstance(teacher, TeacherTopK)
-    kernels = isinstance(teacher, Head) and teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    if isinstance(teacher, TeacherTopK):
+        kernels = teacher.ids.shape[1] <= MAX_TOP_K
+    else:
+        kernels = teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
     needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
     loss_spec = LossSpec.of(config, len(hidden), needs)

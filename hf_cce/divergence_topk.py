@@ -45,18 +45,22 @@ class Support(NamedTuple):
         """Check that the ids that are not padding lie in [0, v)."""
         padding = log_p == -math.inf
         log_p, ids = log_p.clamp(min=lowest(log_p.dtype)), ids.masked_fill(padding, 0)
-        ok = (ids.clamp(0, v - 1) == ids).all()
-        if ok.is_cuda:
-            torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
-        elif not bool(ok):
-            raise ValueError(
-                f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
-            )
+        check_range(ids.clamp(0, v - 1) == ids, ids, v)
         best = log_p.argmax(1, keepdim=True)
         return cls(torch.where(padding, ids.gather(1, best), ids), log_p, padding, best)
 
     def rows(self, rows: slice) -> Support:
         return Support(*(x[rows] for x in self))
+
+
+def check_range(in_range: Tensor, ids: Tensor, v: int) -> None:
+    ok = in_range.all()
+    if ok.is_cuda:
+        torch._assert_async(ok, f"hf_cce: ids must lie in [0, {v})")
+    elif not bool(ok):
+        raise ValueError(
+            f"ids must lie in [0, {v}), the student's vocabulary, got {int(ids.min())} to {int(ids.max())}"
+        )
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -119,6 +123,13 @@ class TopKRows:
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, (ids, log_pt, lump), acc_dtype = self.student, self.teacher, divergence.dtype
+        if self.spec.triton:
+            from hf_cce.kernels.divergence_topk import row_top_k_divergences  # importing hf_cce must not import Triton
+
+            teacher = (ids[rows], log_pt[rows], lump)
+            in_range = row_top_k_divergences(z, teacher, student, self.spec.beta, divergence, scale)
+            check_range(in_range, ids, z.shape[1])
+            return
         # Made while a GPU computes the first GEMM
         self.support = self.support or Support.of(ids, log_pt, z.shape[1])
         # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its

@@ -24,7 +24,10 @@ from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
 from hf_cce.spec import Inputs, LossSpec, WantedStats
 
-FORWARD_KL, REVERSE_KL, JSD = 0, 1, 2
+
+def kind_of(beta: float) -> int:
+    """Return KIND of the kernels: 0 for the forward KL, 1 for the reverse KL, 2 for the JSD."""
+    return {0.0: 0, 1.0: 1}.get(beta, 2)
 
 
 @triton.jit
@@ -214,8 +217,7 @@ def _launch(student: Any, teacher: Any, plan: Plan, beta: float, *rest: Any, gra
         None if given else operand(teacher.weight, plan.block_n, plan), teacher.bias, *rest,
         n, v, d, 0 if given else teacher.hidden.shape[1], student.hidden.stride(0), student.weight.stride(0),
         teacher.hidden.stride(0), 0 if given else teacher.weight.stride(0), *scale_and_softcap(student),
-        *scale_and_softcap(teacher), beta, KIND=FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD,
-        GRADIENT=gradient, **plan.constants(),
+        *scale_and_softcap(teacher), beta, KIND=kind_of(beta), GRADIENT=gradient, **plan.constants(),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import FORWARD_KL, JSD, REVERSE_KL, slope, weighted
+from hf_cce.kernels.divergence import kind_of, slope, weighted
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import largest_and_log_total, load_logits
@@ -119,11 +119,17 @@ def row_divergences(
     | None,  # overwrite ``logits`` with their gradient times this, a scalar or [N, 1]; None: leave them
 ) -> None:
     """Compute the divergence of each token, the student's entropy and the gradient of the student's logits."""
-    (n, v), kind = logits.shape, FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else JSD
-    factor = torch.full((), scale, device=logits.device) if isinstance(scale, float) and scale != 1.0 else scale
+    n, v = logits.shape
     _row_divergence_kernel[(n,)](
-        logits, teacher_logits, divergence, entropy, factor if isinstance(factor, Tensor) else None,
-        factor.stride(0) if isinstance(factor, Tensor) and factor.dim() else 0, v, logits.stride(0),
-        teacher_logits.stride(0), *scale_and_softcap(student), *scale_and_softcap(teacher), beta,
-        KIND=kind, GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=max(1, BLOCK // PER_WARP),
+        logits, teacher_logits, divergence, entropy, *factor_and_stride(scale, logits.device), v, logits.stride(0),
+        teacher_logits.stride(0), *scale_and_softcap(student), *scale_and_softcap(teacher), beta, KIND=kind_of(beta),
+        GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=max(1, BLOCK // PER_WARP),
     )  # fmt: skip
+
+
+def factor_and_stride(scale: Tensor | float | None, device: torch.device) -> tuple[Tensor | None, int]:
+    """Return the tensor that a kernel multiplies gradients by, or None for 1, and its stride between rows."""
+    if scale is None or (isinstance(scale, float) and scale == 1.0):
+        return None, 0
+    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=device)
+    return factor, factor.stride(0) if factor.dim() else 0

@@ -41,6 +41,7 @@ from hf_cce import (
     divergence_passes,
     divergence_rows,
     divergence_spec,
+    divergence_topk,
     fallback,
     linear_divergence,
     reference,
@@ -106,6 +107,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
     if triton:
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
+        monkeypatch.setattr(divergence_topk, "divergence_on_support", None)
     else:  # and several chunks in each
         chunks = divergence_rows.chunks
         monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
@@ -231,40 +233,58 @@ def test_teacher_logits_of_minus_infinity() -> None:
         assert_all_accurate(actual, outcome(x, plain), outcome(x, plain, torch.float64), kind)
 
 
+@pytest.mark.parametrize("implementation", ["rows", "triton rows"])
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
-def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str) -> None:
-    x = make_inputs(case, torch.float32)
+def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str, config: CCEConfig, device: str) -> None:
+    x = make_inputs(case, torch.float32, device)
     ids, log_probs, _ = top_k(x, replace(case, form=tail))
     more = torch.cat((ids[..., 1:2], torch.full_like(ids[..., :2], -100)), -1)  # a repeated id, and invalid ones
-    nothing = torch.full(more.shape, -torch.inf)
+    nothing = torch.full(more.shape, -torch.inf, device=device)
     short = TeacherTopK(ids, log_probs, tail)  # type: ignore[arg-type]
     padded = short._replace(ids=torch.cat((ids, more), -1), log_probs=torch.cat((log_probs, nothing), -1))
     empty = short._replace(ids=more, log_probs=nothing)
-    loss = partial(linear_divergence, kind=case.kind, beta=case.beta)
+    loss = partial(linear_divergence, kind=case.kind, beta=case.beta, config=config)
     baseline, actual, zeros = (outcome(x, partial(loss, teacher=teacher)) for teacher in (short, padded, empty))
-    assert_all_accurate(actual, baseline, outcome(x, partial(loss, teacher=short), torch.float64))
+    exact = outcome(x, partial(linear_divergence, teacher=short, kind=case.kind, beta=case.beta), torch.float64)
+    assert_all_accurate(actual, baseline, exact)
     assert not any(zero.any() for zero in zeros)
 
 
-def test_top_k_that_the_student_rules_out(case: Case) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device-side assertion would end the process")
+@pytest.mark.parametrize("implementation", ["rows", "triton rows"])
+@pytest.mark.parametrize("wrong", [-1, 131])
+def test_an_id_out_of_range(wrong: int, config: CCEConfig) -> None:
+    x, ids = make_inputs(Case(), torch.float32), torch.arange(80).view(2, 20, 2)
+    ids[1, 19, 1] = wrong
+    with pytest.raises(ValueError, match=rf"ids must lie in \[0, 131\), .* got {min(wrong, 0)} to {max(wrong, 78)}"):
+        linear_divergence(x.hidden, x.weight, TeacherTopK(ids, torch.full((2, 20, 2), -1.0)), config=config)
+
+
+@pytest.mark.parametrize("implementation", ["rows", "triton rows"])
+def test_top_k_that_the_student_rules_out(case: Case, config: CCEConfig, device: str) -> None:
     """The student gives nearly all its probability to the tail. The gradient is small, and no difference of large numbers."""
     case = replace(case, form="lump")
-    x = make_inputs(case, torch.float32)
+    x = make_inputs(case, torch.float32, device)
     ids = top_k(x, case).ids.unique()
-    x.bias = torch.zeros(131).index_fill(0, ids[:100], -20.0)
+    x.bias = torch.zeros(131, device=device).index_fill(0, ids[:100], -20.0)
     exact, baseline = (
         outcome(x, lambda *leaves: plain_divergence(x, leaves, case), t) for t in (torch.float64, torch.float32)
     )
-    assert_all_accurate(fused_outcome(x, case), baseline, exact)
+    actual = outcome(x, lambda *leaves: fused_divergence(x, leaves, case, config))
+    assert_all_accurate(actual, baseline, exact)
 
 
+@pytest.mark.parametrize("implementation", ["rows", "triton rows"])
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
-def test_masked_tokens_of_a_student_that_never_predicts_id_0(case: Case, tail: str) -> None:
+def test_masked_tokens_of_a_student_that_never_predicts_id_0(
+    case: Case, tail: str, config: CCEConfig, device: str
+) -> None:
     case = replace(case, form=tail, masked=True, bias=True)
-    x = make_inputs(case, torch.float32)
+    x = make_inputs(case, torch.float32, device)
     x.bias[0] = -torch.inf
-    teacher = TeacherTopK(torch.arange(1, 6).expand(2, 20, 5), torch.full((2, 20, 5), -3.0), tail)  # type: ignore[arg-type]
-    loss = partial(linear_divergence, kind=case.kind, mask=x.mask)
+    ids = torch.arange(1, 6, device=device).expand(2, 20, 5)
+    teacher = TeacherTopK(ids, torch.full_like(ids, -3.0, dtype=torch.float32), tail)  # type: ignore[arg-type]
+    loss = partial(linear_divergence, kind=case.kind, mask=x.mask, config=config)
     found = outcome(x, lambda hidden, weight, bias: loss(hidden, weight, teacher, student_bias=bias))
     assert all(each.isfinite().all() for each in found)
 

@@ -21,6 +21,7 @@ from hf_cce import divergence_rows, divergence_spec, strategies
 from hf_cce.config import MIB
 from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
+from hf_cce.kernels.divergence_topk import row_top_k_divergences
 from hf_cce.kernels.launcher import OPTIONS, Kernel
 from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
@@ -110,6 +111,10 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     spec_of_rows = replace(spec, way="keep")
     of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec_of_rows)
     divergence_rows.divergence_of_rows(of_rows, student, spec_of_rows, 1.0)
+    ids = torch.empty(n, 32, dtype=torch.int64, device="meta")
+    for lump in (True, False) if teacher.weight is None else ():
+        top_k = (ids, ids.float(), lump)
+        row_top_k_divergences(teacher.hidden, top_k, student, beta, torch.empty(n, device="meta"), 1.0)
     *_, rows = passes.row_stats(student, teacher, tokens, spec)
     grads = divergence_spec.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
     passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)
