@@ -15,11 +15,8 @@ from torch import Tensor
 from hf_cce.kernels.divergence import kind_of, slope, weighted
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.rows import largest_and_log_total, load_logits
+from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
 from hf_cce.kernels.tiles import softcap_slope
-
-BLOCK = 2048  # vocabulary entries that a program loads at once
-PER_WARP = 256  # of these; with less than one for each thread, one thread would overwrite what another has yet to read
 
 
 @triton.jit
@@ -123,7 +120,7 @@ def row_divergences(
     _row_divergence_kernel[(n,)](
         logits, teacher_logits, divergence, entropy, *factor_and_stride(scale, logits.device), v, logits.stride(0),
         teacher_logits.stride(0), *scale_and_softcap(student), *scale_and_softcap(teacher), beta, KIND=kind_of(beta),
-        GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=max(1, BLOCK // PER_WARP),
+        GRADIENT=scale is not None, **block_and_warps(n),
     )  # fmt: skip
 
 

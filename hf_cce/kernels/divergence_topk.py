@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cce.kernels.divergence import kind_of, weighted
-from hf_cce.kernels.divergence_rows import BLOCK, PER_WARP, factor_and_stride
+from hf_cce.kernels.divergence_rows import factor_and_stride
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.rows import largest_and_log_total, load_logits
+from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
 from hf_cce.kernels.tiles import softcap_slope
 
 LOWEST = tl.constexpr(-8e37)  # a log-probability whose probability is 0, and of which differences are finite
@@ -127,7 +127,6 @@ def row_top_k_divergences(
     _top_k_kernel[(n,)](
         logits, ids.contiguous(), log_probs.contiguous(), divergence, in_range, *factor_and_stride(scale, logits.device),
         ids.shape[1], v, logits.stride(0), *scale_and_softcap(student), beta, KIND=kind_of(beta), LUMP=lump,
-        GRADIENT=scale is not None, BLOCK_K=triton.next_power_of_2(ids.shape[1]), BLOCK=BLOCK,
-        num_warps=max(1, BLOCK // PER_WARP),
+        GRADIENT=scale is not None, BLOCK_K=triton.next_power_of_2(ids.shape[1]), **block_and_warps(n),
     )  # fmt: skip
     return in_range

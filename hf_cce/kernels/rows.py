@@ -19,6 +19,16 @@ from hf_cce.kernels.tiles import softcap_slope, softcapped
 from hf_cce.matmul import multiply_add, multiply_rounded
 from hf_cce.spec import Inputs, LossSpec
 
+BLOCK = 2048  # vocabulary entries that a program loads at once
+PER_WARP = 256  # of these; with less than one for each thread, one thread would overwrite what another has yet to read
+FEW_ROWS = 256  # up to this many, a row needs more threads to keep a GPU busy
+
+
+def block_and_warps(rows: int) -> dict[str, int]:
+    """Return constants of a launch with one program per row, measured on an H200."""
+    block = 4 * BLOCK if rows <= FEW_ROWS else BLOCK
+    return {"BLOCK": block, "num_warps": max(1, block // PER_WARP)}
+
 
 @triton.jit
 def load_logits(row, bias, cols, vocab_size, logit_scale, softcap):
@@ -170,7 +180,7 @@ def row_losses(logits: Tensor, labels: Tensor, spec: LossSpec, bias: Tensor | No
     lse, largest, log_total = loss.new_empty((3, padded(n)))[:, :n].unbind()
     if n:
         _row_loss_kernel[(n,)](
-            logits, bias, labels, loss, lse, largest, log_total, v, logits.stride(0), *_options(spec), BLOCK=2048, num_warps=8,
+            logits, bias, labels, loss, lse, largest, log_total, v, logits.stride(0), *_options(spec), **block_and_warps(n),
         )  # fmt: skip
     return RowLosses(loss, lse, largest, log_total, logits, bias)
 
@@ -188,7 +198,7 @@ def overwrite_with_gradient(
     if n:
         _row_gradient_kernel[(n,)](
             logits, rows.bias, labels, rows.largest, rows.log_total, grad, factor, v, logits.stride(0),
-            grad.stride(0) if grad.dim() else 0, *_options(spec), BLOCK=2048, num_warps=8,
+            grad.stride(0) if grad.dim() else 0, *_options(spec), **block_and_warps(n),
         )  # fmt: skip
     return logits
 

@@ -47,7 +47,7 @@ from hf_cce import (
     reference,
 )
 from hf_cce.config import MIB
-from hf_cce.kernels import divergence_rows as kernels_divergence_rows
+from hf_cce.kernels import rows as kernel_rows
 from hf_cce.spec import LossSpec
 
 
@@ -104,7 +104,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(divergence_spec.Tokens, "of", on_gpu)
     for module in (divergence_rows, fallback):  # several blocks of tokens
         monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
-    monkeypatch.setattr(kernels_divergence_rows, "BLOCK", 32)
+    monkeypatch.setattr(kernel_rows, "BLOCK", 8)  # of which a kernel takes four
     if triton:
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
         monkeypatch.setattr(divergence_topk, "divergence_on_support", None)

@@ -88,6 +88,10 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         "whole cache": (exact(spec, 16 << 10), x),
         "recomputed": (exact(biased._replace(label_smoothing=0.1)), with_bias),
         "full logits": (OneBlock(biased, items, True), few._replace(bias=with_bias.bias)),
+        "full logits of few tokens": (
+            OneBlock(biased, items, True),
+            with_bias._replace(hidden=hidden[:200], labels=labels[:200]),
+        ),
         "statistics": (Statistics(biased, every, True), with_bias),
     }
     if dtype == torch.bfloat16:  # GPUs filter no other
