@@ -103,7 +103,9 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         on_gpu = lambda mask, n, device: of(mask, n, device if mask is None else torch.device("cuda"))  # noqa: E731
         monkeypatch.setattr(divergence_spec.Tokens, "of", on_gpu)
     for module in (divergence_rows, fallback):  # several blocks of tokens
-        monkeypatch.setattr(module, "tokens_per_block", lambda *_: 16)
+        monkeypatch.setattr(module, "tokens_per_block", lambda *_: 8)
+    slabs = lambda student, *_: [slice(0, 128), slice(128, len(student.weight))]  # noqa: E731
+    monkeypatch.setattr(divergence_passes, "make_slabs", slabs)
     monkeypatch.setattr(kernel_rows, "BLOCK", 8)  # of which a kernel takes four
     if triton:
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
@@ -119,8 +121,8 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
 def test_kinds(case: Case, form: str, dtype: torch.dtype, config: CCEConfig, device: str) -> None:
-    reductions = ({"reduction": name, "masked": True} for name in ("sum", "none") if dtype == torch.float32)
-    for options in ({}, {"temperature": 1.7}, EVERYTHING, *reductions):
+    others = [{"reduction": name, "masked": True} for name in ("sum", "none")] if dtype == torch.float32 else [{}]
+    for options in ({"temperature": 1.7}, EVERYTHING, *others):
         check(replace(case, form=form, **options), dtype, config, device)
 
 
@@ -131,20 +133,6 @@ def test_vocabularies_that_differ_in_padding(
 ) -> None:
     case = replace(case, form=form, vocab_sizes=vocab_sizes, bias=True, reduction="none")
     check(case, torch.float32, config, device)
-
-
-@pytest.mark.parametrize("implementation", ["triton"])
-@pytest.mark.parametrize("form", ["head", "logits"])
-def test_many_slabs(case: Case, form: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = []
-
-    def make_slabs(student: Any, *_: Any) -> list[slice]:
-        cut.append(student.weight.shape[0])
-        return [slice(start, min(cut[-1], start + 128)) for start in range(0, cut[-1], 128)]
-
-    monkeypatch.setattr(divergence_passes, "make_slabs", make_slabs)
-    check(replace(case, form=form, **EVERYTHING), torch.float32, config, device)
-    assert cut
 
 
 def test_slabs_keep_to_the_budget() -> None:
@@ -254,10 +242,10 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str, confi
 @pytest.mark.parametrize("implementation", ["rows", "triton rows"])
 @pytest.mark.parametrize("wrong", [-1, 131])
 def test_an_id_out_of_range(wrong: int, config: CCEConfig) -> None:
-    x, ids = make_inputs(Case(), torch.float32), torch.arange(80).view(2, 20, 2)
-    ids[1, 19, 1] = wrong
-    with pytest.raises(ValueError, match=rf"ids must lie in \[0, 131\), .* got {min(wrong, 0)} to {max(wrong, 78)}"):
-        linear_divergence(x.hidden, x.weight, TeacherTopK(ids, torch.full((2, 20, 2), -1.0)), config=config)
+    x, ids = make_inputs(Case(), torch.float32), torch.arange(40).view(2, 10, 2)
+    ids[1, 9, 1] = wrong
+    with pytest.raises(ValueError, match=rf"ids must lie in \[0, 131\), .* got {min(wrong, 0)} to {max(wrong, 38)}"):
+        linear_divergence(x.hidden, x.weight, TeacherTopK(ids, torch.full((2, 10, 2), -1.0)), config=config)
 
 
 @pytest.mark.parametrize("implementation", ["rows", "triton rows"])
@@ -282,7 +270,7 @@ def test_masked_tokens_of_a_student_that_never_predicts_id_0(
     case = replace(case, form=tail, masked=True, bias=True)
     x = make_inputs(case, torch.float32, device)
     x.bias[0] = -torch.inf
-    ids = torch.arange(1, 6, device=device).expand(2, 20, 5)
+    ids = torch.arange(1, 6, device=device).expand(2, 10, 5)
     teacher = TeacherTopK(ids, torch.full_like(ids, -3.0, dtype=torch.float32), tail)  # type: ignore[arg-type]
     loss = partial(linear_divergence, kind=case.kind, mask=x.mask, config=config)
     found = outcome(x, lambda hidden, weight, bias: loss(hidden, weight, teacher, student_bias=bias))
@@ -331,6 +319,7 @@ def test_gradients_for_equal_upstream_gradients_serve_no_other_pass(case: Case, 
     assert_all_accurate(outcome(x, lambda *leaves: second(*leaves).sum()), plain, plain)
 
 
+@pytest.mark.parametrize("form", ["head", "lump"])
 def test_divergences_of_tokens_may_be_changed_in_place(case: Case, form: str, config: CCEConfig, device: str) -> None:
     case = replace(case, form=form, reduction="none")
     x = make_inputs(case, torch.float32, device)
@@ -421,7 +410,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("form", ["head", "lump"])
-@pytest.mark.parametrize("case", [KINDS[0], KINDS[2]], ids=str)
+@pytest.mark.parametrize("case", [Case(), Case("jsd")], ids=str)
 def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> None:
     x = make_inputs(replace(case, form=form, vocab_sizes=(20_000, 20_000)), torch.float32, n=256, d=16, dt=16)
     config = CCEConfig(memory_budget=4 * MIB)
