@@ -108,7 +108,7 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_non_finite_values_do_not_affect_the_next_step(where: str) -> None:
     """State learned in one step is reused in later steps and must not carry over infinities."""
-    hidden, weight, labels = trained_like_inputs(128, 32, 1500, dtype_for("filtered"), DEVICE)
+    hidden, weight, labels = trained_like_inputs(64, 32, 400, dtype_for("filtered"), DEVICE)
     state = FilterState()
     for step in range(3):
         h, w = hidden.clone(), weight.clone()

@@ -65,7 +65,7 @@ def calls(loop: str, fp32_out: bool, monkeypatch: pytest.MonkeyPatch) -> list[st
 @pytest.mark.parametrize("options", [PLAIN, Options(reduction="sum"), GENERAL, EVERYTHING], ids=str)
 def test_loss_and_gradients(loop: str, options: Options, dtype: torch.dtype, calls: list[str]) -> None:
     for ignored in ("none", "some", "all"):
-        for n, d, v in ((300, 96, 3001), (70, 600, 34), (1, 64, 99)):
+        for n, d, v in ((300, 48, 1501), (70, 600, 34), (1, 64, 99)):
             inputs, labels = make_inputs(n, d, v, dtype, bias=options.bias, ignored=ignored)
             check_against_plain(
                 fused_loss(SMALL_BUDGET), inputs, labels, options, dtype, f"{loop} {ignored} {n}×{d}×{v}"
@@ -104,7 +104,7 @@ def test_recomputed_logits_are_rounded_as_before() -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_float16_with_a_grad_scaler(frozen: bool, loop: str, calls: list[str]) -> None:
     """GradScaler's initial scale of 65,536 only scales the gradients; a scale that is too large overflows as usual."""
-    (hidden, weight, _), labels = make_inputs(300, 96, 3001, torch.float16)
+    (hidden, weight, _), labels = make_inputs(300, 48, 1501, torch.float16)
 
     def gradients(loss, dtype: torch.dtype, scale: float) -> list[Tensor]:  # type: ignore[no-untyped-def]
         leaves = [x.detach().to(dtype, copy=True) for x in (hidden, weight)]
@@ -177,7 +177,7 @@ def test_losses_of_tokens(full: bool, dtype: torch.dtype, monkeypatch: pytest.Mo
     monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)  # several chunks
     for options in (PLAIN, Options(label_smoothing=0.1), Options(z_loss=1e-2), EVERYTHING):
         for ignored in ("none", "some", "all"):
-            inputs, labels = make_inputs(300, 96, 3001, dtype, bias=options.bias, ignored=ignored)
+            inputs, labels = make_inputs(300, 48, 1501, dtype, bias=options.bias, ignored=ignored)
             each = replace(options, reduction="none")
             check_against_plain(fused_loss(CCEConfig()), inputs, labels, each, dtype, f"{options} {ignored}")
 
