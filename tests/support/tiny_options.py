@@ -25,6 +25,7 @@ _THINKERS = ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen3OmniMoeThinkerF
 _TEXT_SECTIONS = {"text_config": {"rope_parameters": _SECTIONS}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "BltForCausalLM": {"encoder_hash_byte_group_vocab": 99},
     "CodeGenForCausalLM": {"n_head": 4, "rotary_dim": 4},  # for transformers 5.0
     "CohereCompassForCausalLM": {"rope_parameters": _SLIDING_SECTIONS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
