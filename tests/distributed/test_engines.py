@@ -111,7 +111,7 @@ def test_float32_head_on_bfloat16_body(name: str) -> None:
 
 
 # With dynamic=True the numbers of Gemma's config are symbols
-@pytest.mark.parametrize(("family", "dynamic"), [("llama", None), ("gemma2", True), ("mixtral", None), ("gpt2", None)])
+@pytest.mark.parametrize(("family", "dynamic"), [("gemma2", True), ("mixtral", None), ("gpt2", None)])
 def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     plain, patched = twins(family)
     inputs = {**batch(), "use_cache": False}
@@ -431,8 +431,8 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
     assert_fused(patched)
 
 
-def test_compiled_calls_of_an_unpickled_model_in_a_new_process() -> None:
-    """Nothing but unpickling tells Dynamo how to trace our functions."""
+def test_unpickled_model_in_a_new_process() -> None:
+    """Nothing but unpickling tells Dynamo how to trace our functions, and new hooks must not replace the unpickled ones."""
     code = """
 import pickle, sys, torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -445,7 +445,10 @@ torch.compile(model, fullgraph=True, backend="eager")(**inputs)  # warns while i
 model.lm_head.__class__ = torch.nn.Linear
 add_hook_to_module(model.lm_head, AlignDevicesHook("cpu"))  # its calls interrupt the graph
 torch.compile(model, backend="eager")(**inputs)
-assert model._hf_cce.stats.fused == 1
+for _ in range(500):  # a new process numbers hooks from zero again
+    model.register_forward_hook(lambda *_: None), model.register_forward_pre_hook(lambda *_: None)
+model(**inputs)
+assert model._hf_cce.stats.fused == 2, model._hf_cce.stats
 """
     data = pickle.dumps((apply_cce(tiny_llama()), {**batch(), "use_cache": False}))
     subprocess.run([sys.executable, "-c", code], input=data, check=True, cwd=Path(__file__).parents[2])
