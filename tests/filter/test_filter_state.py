@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from forced_strategies import KEEPS_ALL, backward_counter, config_for, force_strategy, trained_like_inputs
+from forced_strategies import KEEPS_ALL, config_for, force_strategy, trained_like_inputs
 from losses import PLAIN, check_against_plain, fused_loss, fused_step, make_inputs
 from models import batch, loss_and_grads, tiny_llama
 from numerics import assert_accurate, assert_all_accurate
@@ -350,29 +350,6 @@ def test_nothing_is_measured_without_a_state(counts: Counter[str], spy: Any) -> 
     assert not measured
     step(FilterState())
     assert len(measured) == 1
-
-
-@cpu_only
-@pytest.mark.parametrize("strategy", ["filtered", "one_block", "exp_cache", "token_groups", "exact"])
-def test_a_second_backward_recomputes(strategy: str, forced: Counter[str]) -> None:
-    """The first backward consumes the forward's results; there is no second derivative."""
-    (hidden, weight, _), labels = make_inputs(37, 16, 70, torch.float32)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-
-    def loss() -> Tensor:
-        config = CCEConfig("triton", gradient_filter=KEEPS_ALL)
-        return linear_cross_entropy(hidden, weight, labels, config=config, filter_state=FilterState())
-
-    once = loss()
-    first = torch.autograd.grad(once, leaves, retain_graph=True)
-    second = torch.autograd.grad(once, leaves, retain_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(torch.autograd.grad(once, leaves, create_graph=True)[0].sum(), leaves)
-    passes = 2 if strategy == "one_block" else 1  # which recomputes by running twice
-    assert forced[strategy] == passes
-    if strategy in ("filtered", "one_block", "token_groups"):
-        assert forced[backward_counter(strategy)] == passes
-    assert_all_accurate(second, first, first)
 
 
 @cpu_only
