@@ -26,6 +26,7 @@ class Options:
     z_loss: float = 0.0
     reduction: str = "mean"
     frozen: bool = False  # only the hidden states get a gradient
+    ignore_index: int = -100
 
 
 PLAIN = Options()
@@ -76,7 +77,7 @@ def plain_loss_reversed(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
 ) -> Tensor:
     """Compute ``plain_loss`` from a logsumexp, with all sums in reverse order: shows the rounding error of float64."""
-    valid, smoothing = labels != -100, options.label_smoothing
+    valid, smoothing = labels != options.ignore_index, options.label_smoothing
     z = full_logits(hidden.flip(1), weight.flip(0, 1), None if bias is None else bias.flip(0), options)
     at_label = z.gather(1, (len(weight) - 1 - labels.where(valid, 0))[:, None])[:, 0]
     lse = z.logsumexp(-1)
@@ -86,8 +87,9 @@ def plain_loss_reversed(
 
 def loss_of_logits(z: Tensor, labels: Tensor, options: Options) -> Tensor:
     z = z if z.dtype == torch.float64 else z.float()
-    loss = F.cross_entropy(z, labels, reduction="none", label_smoothing=options.label_smoothing)
-    valid = labels != -100
+    smoothing, ignored = options.label_smoothing, options.ignore_index
+    loss = F.cross_entropy(z, labels, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
+    valid = labels != ignored
     return reduced(loss + options.z_loss * z.logsumexp(-1).square() * valid, valid, options)
 
 
@@ -101,8 +103,8 @@ def fused_loss(config: CCEConfig | None = None, state: FilterState | None = None
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
         return linear_cross_entropy(
             hidden, weight, labels, bias=bias, logit_scale=options.logit_scale, softcap=options.softcap,
-            label_smoothing=options.label_smoothing, z_loss=options.z_loss, reduction=options.reduction, config=config,
-            filter_state=state,
+            label_smoothing=options.label_smoothing, z_loss=options.z_loss, reduction=options.reduction,
+            ignore_index=options.ignore_index, config=config, filter_state=state,
         )  # fmt: skip
 
     return loss

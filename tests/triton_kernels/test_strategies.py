@@ -131,16 +131,11 @@ def test_ignore_index_may_be_a_vocabulary_entry(strategy: str, dtype: torch.dtyp
     n, d, v = 40, 40, 131
     if DEVICE == "cuda":
         n, d, v = 16 * n, 4 * d, 16 * v
-    (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
+    inputs, labels = make_inputs(n, d, v, dtype, DEVICE)
     labels[labels == 3] = 4
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options) -> Tensor:
-        ignored = -100 if (labels == -100).any() else 3
-        return linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, config=config_for(strategy))
-
     usual, padded = (
-        loss_and_gradients(loss, (hidden, weight, None), given, PLAIN, dtype)
-        for given in (labels, labels.where(labels >= 0, 3))
+        loss_and_gradients(fused_loss(config_for(strategy)), inputs, given, Options(ignore_index=index), dtype)
+        for given, index in ((labels, -100), (labels.where(labels >= 0, 3), 3))
     )
     for name, value in usual.items():
         assert torch.equal(value, padded[name]), name
