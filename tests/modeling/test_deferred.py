@@ -549,6 +549,8 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "new dimension in place, then read": lambda x: (x.unsqueeze_(0), x.sum(x.ndim - 2))[1],
     "array of a dtype": lambda x: torch.from_numpy(np.asarray(x.detach(), dtype=np.float64)),
     "sliced after a write": lambda x: flat_loss(x.add_(CLASS_WEIGHTS)[:, 1:]),
+    "several ids by index": lambda x: x.flatten(0, 1)[torch.arange(B * S)[:, None], several(INDEX.flatten())],
+    "no ids by index": lambda x: x[:0, 0][torch.arange(0)[:, None], INDEX[:0, :2]],
     "many ids of each": lambda x: x.gather(-1, torch.arange(V).repeat(2)[:129].expand(B, S, -1)),
     "mean of tokens": lambda x: x.mean(1),
     "mean, kept": lambda x: x.mean(-1, keepdim=True),

@@ -244,12 +244,6 @@ def reused_bias(outputs: Any) -> Tensor:
     return outputs.loss + moved.logsumexp(-1).sum() + moved.detach().logsumexp(-1).sum() * outputs.loss
 
 
-def ids_by_index(outputs: Any) -> Tensor:
-    logits = outputs.logits.flatten(0, 1)
-    rows, ids = torch.arange(len(logits))[:, None], torch.stack([batch()["labels"].flatten().clamp(min=0)] * 5, 1)
-    return outputs.loss + logits[rows, ids].square().sum() + logits[:0][rows[:0], ids[:0]].sum()
-
-
 def hook_on_logits(hook: Callable[[Tensor], Any]) -> Loss:
     def loss_of(outputs: Any) -> Tensor:
         outputs.logits.register_hook(hook)
@@ -359,7 +353,6 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
     "weighted without gradient": (unchanged, weighted_without_gradient, False),
     "reused bias": (unchanged, reused_bias, False),
-    "several ids by index": (unchanged, ids_by_index, True),
     "log-probabilities of ids by index": (
         unchanged, lambda o: o.loss + o.logits.log_softmax(-1)[0][torch.arange(9)[:, None], torch.arange(20)].sum(), True,
     ),

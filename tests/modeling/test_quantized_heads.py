@@ -81,12 +81,22 @@ def build(
     return model, reference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
-    if name == "fp4" and dtype == torch.bfloat16:
-        pytest.skip("computes in float32")
-    (plain, reference), (patched, _) = (build(FORMATS[name], dtype=dtype) for _ in range(2))
+@pytest.mark.parametrize(
+    ("name", "family", "dtype"),
+    [
+        *((name, "llama", torch.float32) for name in FORMATS),
+        *((name, "llama", torch.bfloat16) for name in FORMATS if name != "fp4"),  # which computes in float32
+        *(
+            (name, family, torch.float32)
+            for name in ("nf4", "int8", "float8")
+            for family in ("phi", "gemma2", "granite")
+        ),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients(name: str, family: str, dtype: torch.dtype) -> None:
+    """With a bias, a softcap or a scale, or without."""
+    (plain, reference), (patched, _) = (build(FORMATS[name], family, dtype) for _ in range(2))
     apply_cce(patched)
     with cce_warnings() as messages:
         assert_same_training(patched, plain, batch(rows=4), reference=reference)
@@ -94,14 +104,6 @@ def test_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
             patched(**batch(rows=4)).loss.backward()
     assert seen == messages == []
     assert_fused(patched, calls=2)
-
-
-@pytest.mark.parametrize("family", ["phi", "gemma2", "granite"])
-@pytest.mark.parametrize("name", ["nf4", "int8", "float8"])
-def test_bias_softcap_and_scale(name: str, family: str) -> None:
-    (plain, reference), (patched, _) = (build(FORMATS[name], family) for _ in range(2))
-    assert_same_training(apply_cce(patched), plain, batch(rows=4), reference=reference)
-    assert_fused(patched, calls=1)
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "float8"])

@@ -102,14 +102,6 @@ class HeadByKeyword(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-class FocalLoss(LlamaForCausalLM):
-    def forward(self, labels: Any = None, **inputs: Any) -> Any:
-        logits = self.lm_head(self.model(**inputs).last_hidden_state)[:, :-1]
-        labels = labels[:, 1:].clamp_min(0)
-        log_p = logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-        return CausalLMOutputWithPast(loss=-((1 - log_p.exp()) ** 2 * log_p).mean(), logits=logits)
-
-
 class HeadTwice(LlamaForCausalLM):
     """Calls the head twice on the same hidden states, one of them detached, and needs the logsumexp of both."""
 
@@ -146,8 +138,7 @@ def class_twins(kind: Any) -> tuple[Any, Any]:
 
 
 OWN_FORWARDS = (
-    SelfDistillation, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword, FocalLoss,
-    HeadTwice,
+    SelfDistillation, RDropModel, NestedCallRaises, LossCallsModel, CheckpointedHead, HeadByKeyword, HeadTwice,
 )  # fmt: skip
 
 

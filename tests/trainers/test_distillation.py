@@ -74,14 +74,6 @@ def test_head_of_zero3_gives_its_reason(tmp_path: Path) -> None:
     assert len(messages) == 2
 
 
-def test_evaluation_uses_trl(tmp_path: Path) -> None:
-    trainer = build(tmp_path, tiny_llama(), [CCECallback()])
-    run(trainer)
-    before = stats(trainer.model).fused
-    assert trainer.evaluate(prompts())["eval_loss"] > 0
-    assert stats(trainer.model).fused == before
-
-
 class Raises(TrainerCallback):
     """Raises in the middle of a step, after its first micro-batch."""
 
