@@ -19,7 +19,7 @@ run = partial(hf_cce, "check")
 
 
 @pytest.mark.parametrize(
-    "model", ["a folder", "llama", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
+    "model", ["a folder", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
 )
 def test_check_of_model_type_or_folder(model: str, tmp_path: Path) -> None:
     saved = tiny_llama()

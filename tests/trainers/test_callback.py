@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,13 @@ def run(trainer: Any) -> list[str]:
     return messages
 
 
-class Later(TrainerCallback):
-    """Keep what a callback after ours is given to log."""
+def on(event: str, do: Callable[..., Any]) -> TrainerCallback:
+    """Return a callback that calls ``do(state=…, control=…, …)`` at an event."""
 
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+    def method(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        do(state=state, control=control, **more)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.seen.append(dict(logs))
+    return type("Callback", (TrainerCallback,), {event: method})()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -72,7 +72,9 @@ def test_log_message_and_logged_counters(
 ) -> None:
     # On a GPU, other implementations use full logits for so few tokens
     implementation = "portable" if device == "cpu" else "triton"
-    callback, later = CCECallback(implementation=implementation, details=True), Later()
+    seen: list[dict[str, float]] = []  # by a callback after ours
+    callback = CCECallback(implementation=implementation, details=True)
+    later = on("on_log", lambda logs, **_: seen.append(dict(logs)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # with two GPUs, Trainer would use DataParallel
     trainer = build(tmp_path, callback, later, use_cpu=device == "cpu")
     with caplog.at_level("INFO", logger="hf_cce"):
@@ -82,7 +84,7 @@ def test_log_message_and_logged_counters(
     steps = logged(trainer)
     assert [entry["cce/fused"] for entry in steps] == [2.0, 4.0, 6.0]  # two calls per step
     assert all(entry["cce/materialized"] == 0.0 for entry in steps)
-    assert [entry.get("cce/fused") for entry in later.seen if {"loss", "cce/fused"} & set(entry)] == [2.0, 4.0, 6.0]
+    assert [entry.get("cce/fused") for entry in seen if {"loss", "cce/fused"} & set(entry)] == [2.0, 4.0, 6.0]
     logged_keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("cce/")}
     assert logged_keys == {"cce/fused", "cce/materialized", *(["cce/peak_gib"] if device == "cuda" else [])}
     assert all(entry["cce/peak_gib"] > 0 for entry in steps if device == "cuda")
@@ -102,19 +104,17 @@ def test_second_run_is_checked_again(tmp_path: Path) -> None:
 MESSAGE = "hf_cce: the losses of this training run are computed without logits\n"
 
 
-class SecondaryProcess(TrainerCallback):
-    """Act as on a process that is not the main one."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.is_world_process_zero = False
-
-
 @pytest.mark.parametrize(
     ("level", "options", "others", "times"),
     [
         (logging.NOTSET, {}, [], 1),  # Python's default logging level
         (logging.NOTSET, {"disable_tqdm": True}, [], 0),
-        (logging.NOTSET, {}, [SecondaryProcess()], 0),
+        (
+            logging.NOTSET,
+            {},
+            [on("on_train_begin", lambda state, **_: vars(state).update(is_world_process_zero=False))],
+            0,
+        ),
         (logging.INFO, {}, [], 0),  # the log has the message instead
         (logging.ERROR, {}, [], 0),
     ],
@@ -172,15 +172,8 @@ def test_trainer_that_reads_logits_warns_once(tmp_path: Path) -> None:
     assert len(messages) == 1 and "outputs.logits of a training call was used (square)" in messages[0]
 
 
-class ChangeModelAt(TrainerCallback):
-    """Change the model before step ``step`` (the first is 0)."""
-
-    def __init__(self, step: int, change: Any) -> None:
-        self.step, self.change = step, change
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.change(kwargs["model"])
+def at_step_2(change: Callable[[Any], Any]) -> TrainerCallback:
+    return on("on_step_begin", lambda state, model, **_: change(model) if state.global_step == 1 else None)
 
 
 def use_loss_from_logits(model: Any) -> None:
@@ -214,7 +207,7 @@ def test_later_step_without_fused_loss(change: Any, reason: str, options: dict[s
     """Two micro-batches per step; the second of three steps (and possibly the third) does not use the fused loss."""
 
     def trainer(folder: str, on_unused: Any) -> Any:
-        others = [] if change is None else [ChangeModelAt(1, change)]
+        others = [] if change is None else [at_step_2(change)]
         made = build(tmp_path / folder, CCECallback(on_unused=on_unused), *others, trainer=CustomLossTrainer, **options)
         made.first, made.last = (3, 4) if change is None else (0, 0)
         return made
@@ -250,18 +243,15 @@ def test_reason_of_a_model_that_was_warned_about_before(tmp_path: Path) -> None:
 
 def test_model_repatched_during_run(tmp_path: Path) -> None:
     """The new patch's counters start at zero; no step may be reported as missing the fused loss."""
-    change = ChangeModelAt(1, lambda model: apply_cce(remove_cce(model)))
+    change = at_step_2(lambda model: apply_cce(remove_cce(model)))
     trainer = build(tmp_path, CCECallback(on_unused="raise"), change)
     assert run(trainer) == []
     assert patch_of(trainer.model).stats.fused == 4
 
 
 def test_calls_between_steps_do_not_count(tmp_path: Path) -> None:
-    class Calling(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            kwargs["model"](**batch(rows=2))
-
-    trainer = build(tmp_path, CCECallback(on_unused="raise"), Calling(), trainer=CustomLossTrainer)
+    calling = on("on_step_end", lambda model, **_: model(**batch(rows=2)))
+    trainer = build(tmp_path, CCECallback(on_unused="raise"), calling, trainer=CustomLossTrainer)
     trainer.first, trainer.last = 3, 4
     with pytest.raises(RuntimeError, match="training step 2"):
         run(trainer)

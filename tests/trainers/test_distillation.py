@@ -13,8 +13,8 @@ import torch
 from models import stats, tiny_llama
 from numerics import assert_all_accurate
 from peft import LoraConfig, get_peft_model
+from test_callback import on
 from test_trl import STEPS, assert_same_steps, common, of_another_trl, prompts, run, tokenizer, trl
-from transformers import TrainerCallback
 
 from hf_cce import CCECallback, CCEConfig
 from hf_cce.patches import distillation, marking
@@ -74,16 +74,16 @@ def test_head_of_zero3_gives_its_reason(tmp_path: Path) -> None:
     assert len(messages) == 2
 
 
-class Raises(TrainerCallback):
-    """Raises in the middle of a step, after its first micro-batch."""
+def interrupt(**_: Any) -> None:
+    raise KeyboardInterrupt
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+
+RAISES = on("on_substep_end", interrupt)  # after the first micro-batch of a step
 
 
 def test_training_after_an_exception(tmp_path: Path) -> None:
     """Nothing is called at the exception: evaluation must use TRL's function even so, and the next training must begin anew."""
-    failed = build(tmp_path / "a", tiny_llama(), [CCECallback(), Raises()], gradient_accumulation_steps=2)
+    failed = build(tmp_path / "a", tiny_llama(), [CCECallback(), RAISES], gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
         failed.train()
     assert failed.evaluate(prompts())["eval_loss"] > 0
@@ -94,7 +94,7 @@ def test_training_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_interrupted_training_does_not_keep_the_head(tmp_path: Path) -> None:
-    trainer = build(tmp_path, tiny_llama(), [CCECallback(), Raises()], gradient_accumulation_steps=2)
+    trainer = build(tmp_path, tiny_llama(), [CCECallback(), RAISES], gradient_accumulation_steps=2)
     head = weakref.ref(trainer.model.lm_head)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()

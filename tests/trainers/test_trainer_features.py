@@ -15,9 +15,9 @@ import transformers
 from models import assert_fused, batch, logits_made, loss_and_grads, stats, tiny_llama, with_lora
 from numerics import assert_accurate
 from safetensors.torch import load_file
-from test_callback import build, custom_loss, history, rows, run
+from test_callback import build, custom_loss, history, on, rows, run
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from hf_cce import CCECallback, apply_cce
 from hf_cce.api import causal_lm
@@ -101,14 +101,9 @@ def test_run_matches_unpatched(options: dict[str, Any], tmp_path: Path) -> None:
     assert_same_run(patched, plain, 3)
 
 
-class Stop(TrainerCallback):
+def stop_after_step_3(state: Any, control: Any, **_: Any) -> None:
     """Save a checkpoint and stop, like a preempted machine."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = control.should_training_stop = state.global_step == self.step
+    control.should_save = control.should_training_stop = state.global_step == 3
 
 
 def as_an_older_version(checkpoint: Path) -> None:
@@ -129,7 +124,8 @@ def test_resumed_run_matches_uninterrupted(before: str, after: str, tmp_path: Pa
     # model_init inside train() changes the seed for the order of the rows
     init = {"model_init": lambda: tiny_llama()} if before == "model_init" else {}
     plain = trained("plain", tmp_path / "plain", max_steps=5, **init)
-    first = trained("callback" if before == "older" else before, tmp_path, Stop(3), max_steps=5, calls=6)
+    stop = on("on_step_end", stop_after_step_3)
+    first = trained("callback" if before == "older" else before, tmp_path, stop, max_steps=5, calls=6)
     assert_same(history(first), history(plain)[:3], "losses before")
     if before == "older":
         as_an_older_version(tmp_path / "checkpoint-3")
