@@ -418,7 +418,7 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
     assert_fused(patched)
 
 
-def test_unpickled_model_in_a_new_process() -> None:
+def test_compiled_calls_of_an_unpickled_model_in_a_new_process() -> None:
     """Nothing but unpickling tells Dynamo how to trace our functions, and new hooks must not replace the unpickled ones."""
     code = """
 import pickle, sys, torch
