@@ -163,6 +163,7 @@ def _index(x: Any, key: Any) -> Any:
     tokens, part = split
     if part is None:
         copies = any(isinstance(each, Tensor) for each in tokens)
+        tokens = tuple(each.clone() if isinstance(each, Tensor) else each for each in tokens)  # it may change later
         return _apply_to_token_dims(x, lambda z: z[tokens], copies)
     if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
         return NotImplemented  # masked ids, shards and a softmax refer to all of V

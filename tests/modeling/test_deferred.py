@@ -725,6 +725,20 @@ def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     assert torch.equal(copied.materialize(), F.linear(hidden_states, weight))
 
 
+def test_index_may_be_modified_before_the_backward_pass() -> None:
+    """Torch raises then, as it has not copied the index."""
+
+    def use_logits(x: Any, used: Tensor, index: Tensor) -> Any:
+        part = x[used].square()
+        index.zero_()
+        return part
+
+    indices = ROWS.clone(), ROWS.clone()
+    expected = run_on_logits(lambda x: use_logits(x, ROWS, indices[0]), torch.float32, False)
+    actual = run_on_logits(lambda x: use_logits(x, indices[1], indices[1]), torch.float32, True)
+    assert_all_accurate(actual[1], expected[1], expected[1], "gradient")
+
+
 def test_copies_and_pickles_are_tensors() -> None:
     hidden_states, weight, bias = make_inputs()
     logits = lazy_logits(hidden_states, weight, bias)
