@@ -58,6 +58,10 @@ class LazyTensor:
         """Return the real tensor; ``why`` names the operation that needs it."""
         raise NotImplementedError
 
+    def _follow_write(self, values: Tensor) -> Any:
+        """Return the result of an operation that has modified ``values``, the real tensor, in place."""
+        return values
+
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self.HANDLERS.get(name)
         if handler is None or self._is_stale or "out" in kwargs:
@@ -95,7 +99,9 @@ class LazyTensor:
         elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _COMMUTATIVE:
             result = args[1]._call_handler(name, (first,), kwargs)
         if result is NotImplemented:
-            result = func(*materialize_all(args, name), **materialize_all(kwargs, name))
+            if torch.compiler.is_compiling():
+                return func(*materialize_all(args, name), **materialize_all(kwargs, name))
+            result = _call_on_values(func, name, args, kwargs)
         return result
 
 
@@ -104,6 +110,24 @@ def _accepts(handler: Callable[..., Any], keywords: frozenset[str]) -> bool:
     kinds = {name: parameter.kind for name, parameter in inspect.signature(handler).parameters.items()}
     named = {name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return keywords <= named or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def _call_on_values(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` with the real tensors of all lazy ones, which follow if they are modified in place."""
+    used: list[tuple[Any, Tensor, int | None]] = []
+
+    def values_of(x: Any) -> Tensor:
+        values = x._materialize(name)
+        used.append((x, values, version_of(values)))
+        return values
+
+    args, kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
+    result = func(*args, **kwargs)
+    for x, values, version in used:
+        if version != version_of(values):
+            followed = x._follow_write(values)
+            result = followed if result is values else result
+    return result
 
 
 @_disable_dynamo  # torch.compiler.disable would load Dynamo at import, which takes a second
@@ -538,6 +562,22 @@ class FusedResult(torch.autograd.Function):
             [results[i] for i in used], [grads[i] for i in used], boundaries, sources, leaves, recipe.call
         )
         return LazyGrad.create(ctx.meta, ((loss, dense_grad),), None, recipe.call), None, None
+
+
+class WrittenLogits(torch.autograd.Function):
+    """Lazy logits whose ``values`` were modified in place; their gradient is that of the values.
+
+    Autograd functions and operators in C++ are called with the lazy tensor itself, not with its values.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, values: Tensor) -> Any:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
 
 
 class FullLogits(torch.autograd.Function):

@@ -25,6 +25,7 @@ from hf_cce.deferred.lazy_tensor import (
     RecordedOp,
     TensorMeta,
     TensorProxy,
+    WrittenLogits,
     call_as_tensors,
     is_alias,
     private_saved_tensors,
@@ -109,6 +110,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     """Deferred logits in eager code: a ``torch.Tensor`` without storage."""
 
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
+    _version_then = 0  # the ``_own_version`` that they belong to
     meta: TensorMeta
     # Often read by handlers; the properties of torch.Tensor call __torch_function__. Stale logits have the shape of the full
     # logits, which ``unsqueeze_`` or ``transpose_`` may have changed.
@@ -185,11 +187,23 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _materialize(self, why: str) -> Tensor:
         values = self._materialize_values(why)
         # Not self.requires_grad: after an in-place write, that would ask for the full logits again
-        if self._differentiable_values is None and call_as_tensors(Tensor.requires_grad.__get__, (self,)):  # type: ignore[attr-defined]
+        requires_grad = call_as_tensors(Tensor.requires_grad.__get__, (self,))  # type: ignore[attr-defined]
+        if requires_grad and (self._differentiable_values is None or self._version_then != self._own_version()):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
-                self._differentiable_values = FullLogits.apply(self, values)
+                self._differentiable_values, self._version_then = FullLogits.apply(self, values), self._own_version()
         return values if self._differentiable_values is None else self._differentiable_values
+
+    def _follow_write(self, values: Tensor) -> Any:
+        """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""
+        if torch.is_grad_enabled() and values.requires_grad:
+            WrittenLogits.apply(self, values)
+            self._differentiable_values, self._version_then = values, self._own_version()
+        return self
+
+    def _own_version(self) -> int:
+        """Return the version of this tensor, which only changes if an autograd function marks it as dirty."""
+        return call_as_tensors(Tensor._version.__get__, (self,))  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -123,6 +123,17 @@ class Identity(torch.autograd.Function):
         return grad
 
 
+class HalveInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad / 2
+
+
 def mean(logits: Tensor) -> Tensor:
     return logits.float().square().mean()
 
@@ -133,6 +144,12 @@ SCRIPTED = torch.jit.script(mean)
 def mean_in(function: Callable[[Tensor], Tensor]) -> Loss:
     """Return a loss that adds a mean of ``function(logits)`` to the model's own loss."""
     return lambda outputs: outputs.loss + mean(function(outputs.logits))
+
+
+def function_of_written_logits(outputs: Any) -> Tensor:
+    """Autograd calls a function with the lazy tensor itself, not with the values that were written."""
+    outputs.logits.div_(2.0).mul_(torch.linspace(0, 1, 99))
+    return outputs.loss + mean(Reverse.apply(outputs.logits))
 
 
 def offloaded(outputs: Any) -> Tensor:
@@ -321,6 +338,8 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "mean of a softcap": (softcapped, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
     "gradient by the logits": (unchanged, gradient_by_logits, True),
     "a function": (unchanged, mean_in(Reverse.apply), True),
+    "a function after a write": (unchanged, function_of_written_logits, True),
+    "a function in place": (unchanged, mean_in(lambda x: HalveInPlace.apply(x.clone())), True),
     "a function after a softcap": (softcapped, mean_in(Reverse.apply), True),
     "reentrant checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x, use_reentrant=True)), True),
     "checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x[:, 2:].float() * 2, use_reentrant=False)), True),
