@@ -42,6 +42,7 @@ MODIFIED = (
     "weight of the LM head, its logits, or the labels"
 )
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # these follow the graph and read no values
+_GRADIENT_METHODS = {"grad", "retain_grad", "register_hook"}
 _ATEN = torch.ops.aten
 _ALIASING_OPS = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.view_as.default}
 
@@ -61,6 +62,10 @@ class LazyTensor:
     def _follow_write(self, values: Tensor) -> Any:
         """Return the result of an operation that has modified ``values``, the real tensor, in place."""
         return values
+
+    def _gradient_owner(self) -> Any:
+        """Return the tensor that receives all gradients of this one."""
+        return self
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self.HANDLERS.get(name)
@@ -84,10 +89,8 @@ class LazyTensor:
             args = _undo_matmul_swap(args)
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
-        if func in _AUTOGRAD:  # after a write in place, the gradient is that of the written tensor
-            args, kwargs = tree_map_only(
-                LazyTensor, lambda x: x._materialize(name) if x._is_stale else x, (args, kwargs)
-            )
+        if func in _AUTOGRAD or name in _GRADIENT_METHODS:
+            args, kwargs = tree_map_only(LazyTensor, lambda x: x._gradient_owner(), (args, kwargs))
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and _is_metadata_query(func):
             return call_as_tensors(func, args, kwargs)

@@ -111,6 +111,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
 
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
     _version_then = 0  # the ``_own_version`` that they belong to
+    _is_written = False  # the gradient of this tensor flows to them instead, see ``WrittenLogits``
     meta: TensorMeta
     # Often read by handlers; the properties of torch.Tensor call __torch_function__. Stale logits have the shape of the full
     # logits, which ``unsqueeze_`` or ``transpose_`` may have changed.
@@ -192,14 +193,20 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
                 self._differentiable_values, self._version_then = FullLogits.apply(self, values), self._own_version()
+            self._is_written = False
         return values if self._differentiable_values is None else self._differentiable_values
 
     def _follow_write(self, values: Tensor) -> Any:
         """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""
-        if torch.is_grad_enabled() and values.requires_grad:
-            WrittenLogits.apply(self, values)
+        if values.requires_grad:
+            WrittenLogits.apply(self, values)  # in no_grad, this only counts the write
             self._differentiable_values, self._version_then = values, self._own_version()
+            self._is_written = self._is_written or torch.is_grad_enabled()
         return self
+
+    def _gradient_owner(self) -> Any:
+        written = self._is_written and self._version_then == self._own_version()
+        return self._differentiable_values if written else self
 
     def _own_version(self) -> int:
         """Return the version of this tensor, which only changes if an autograd function marks it as dirty."""

@@ -152,6 +152,14 @@ def function_of_written_logits(outputs: Any) -> Tensor:
     return outputs.loss + mean(Reverse.apply(outputs.logits))
 
 
+def gradient_by_logits_written_without_gradient(outputs: Any) -> Tensor:
+    with torch.no_grad():
+        outputs.logits.mul_(0.5)
+    loss = mean(Reverse.apply(outputs.logits)) + mean(outputs.logits.sigmoid())
+    (grad,) = torch.autograd.grad(loss, outputs.logits, retain_graph=True)
+    return outputs.loss + loss + (grad * outputs.logits).sum()
+
+
 def offloaded(outputs: Any) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return outputs.loss + outputs.logits.softmax(-1).square().mean()
@@ -339,6 +347,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "gradient by the logits": (unchanged, gradient_by_logits, True),
     "a function": (unchanged, mean_in(Reverse.apply), True),
     "a function after a write": (unchanged, function_of_written_logits, True),
+    "gradient by logits written without gradient": (unchanged, gradient_by_logits_written_without_gradient, True),
     "a function in place": (unchanged, mean_in(lambda x: HalveInPlace.apply(x.clone())), True),
     "a function after a softcap": (softcapped, mean_in(Reverse.apply), True),
     "reentrant checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x, use_reentrant=True)), True),
@@ -744,6 +753,16 @@ def test_gradient_of_logits_that_were_modified_in_place() -> None:
         logits.mul_(0.5)
         grads.append(torch.autograd.grad(logits.logsumexp(-1).square().sum(), inputs=[logits])[0])
     assert_accurate(grads[1], grads[0], grads[0], "gradient")
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_write_after_a_function_has_saved_the_logits_raises(with_gradient: bool) -> None:
+    logits = apply_cce(tiny_llama())(**batch()).logits
+    loss = checkpoint(mean, logits, use_reentrant=True)
+    with torch.set_grad_enabled(with_gradient):
+        logits.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # Reading the logits of a training call gives a warning about the cost
