@@ -91,13 +91,17 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         return super()._call_handler(name, args, kwargs)
 
-    def _check_fresh(self, for_values: bool = False) -> None:
-        """Raise a RuntimeError if the recipe is stale. ``for_values``: full logits that exist already do not need it."""
+    def _check_views(self) -> None:
+        """Raise a RuntimeError if logits that may share memory with these were modified in place."""
         if any(each is not self.shared_storage and each.is_modified for each in self.recipe.aliases):
             raise RuntimeError(
                 "these deferred logits may share memory with logits that were modified in place; modify logits before "
                 "creating views, or use the model without hf_cce (remove_cce)"
             )
+
+    def _check_fresh(self, for_values: bool = False) -> None:
+        """Raise a RuntimeError if the recipe is stale. ``for_values``: full logits that exist already do not need it."""
+        self._check_views()
         if not for_values or self.shared_storage.values is None:
             self.recipe.check_fresh()
 
@@ -205,6 +209,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return self
 
     def _gradient_owner(self) -> Any:
+        if not self._is_stale:
+            self._check_views()
         written = self._is_written and self._version_then == self._own_version()
         return self._differentiable_values if written else self
 
