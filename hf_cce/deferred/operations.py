@@ -132,7 +132,7 @@ def masked_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> T
 
 
 def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype | torch.device] | None:
-    """Return the floating-point dtypes and devices passed to ``Tensor.to``; None if anything else is passed."""
+    """Return the floating-point dtypes (16 bits or more) and devices passed to ``Tensor.to``; None if anything else is passed."""
     rest = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     targets = [rest.pop(name, None) for name in ("dtype", "device")]
     for arg in args[:2]:
@@ -143,7 +143,10 @@ def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dt
     targets = [target for target in targets if target is not None]
     dtypes = [target for target in targets if isinstance(target, torch.dtype)]
     devices = [target for target in targets if isinstance(target, (torch.device, str, int))]
-    known = len(dtypes) + len(devices) == len(targets) and all(dtype.is_floating_point for dtype in dtypes)
+    known = len(dtypes) + len(devices) == len(targets)
+    known = known and all(
+        dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes
+    )  # 8 bits are a quantization
     if rest or len(args) > 2 or not known:
         return None
     return [*dtypes, *(torch.empty(0, device=each).device for each in devices)]  # with an index, as those of tensors

@@ -527,6 +527,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda x: x.detach().numpy(),
     "equal": lambda x: x == x,
     "integers": lambda x: x.to(torch.int32),
+    "eight bits": lambda x: flat_loss(x.to(torch.float8_e4m3fn).float()),
     "dtype view": lambda x: x.view(torch.int32),
     "a masked label": mask_entries([USED_ID, *UNUSED_IDS]),
     "masked entries, smoothed": after_masking(lambda x: flat_loss(x, label_smoothing=0.1)),
