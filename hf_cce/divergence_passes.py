@@ -140,12 +140,3 @@ def gradients(
     if grad_hidden is not None and unit is not None:
         grad_hidden.mul_(unit)
     return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, grad_bias
-
-
-def prepare_heads(student: Head, teacher: Head, v: int, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head]:
-    """Return both heads truncated to ``v`` vocabulary entries, with the rows in the order of ``tokens``."""
-    heads = [x.columns(0, v) for x in (student, teacher)]
-    heads = [x if x.weight is None else x._replace(hidden=tokens.gather(x.hidden)) for x in heads]
-    if spec.triton:
-        heads = [divergence_kernels().with_contiguous_rows(x) for x in heads]
-    return heads[0], heads[1]

@@ -144,9 +144,8 @@ def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dt
     dtypes = [target for target in targets if isinstance(target, torch.dtype)]
     devices = [target for target in targets if isinstance(target, (torch.device, str, int))]
     known = len(dtypes) + len(devices) == len(targets)
-    known = known and all(
-        dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes
-    )  # 8 bits are a quantization
+    # In 8 bits, they would be quantized
+    known = known and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
     if rest or len(args) > 2 or not known:
         return None
     return [*dtypes, *(torch.empty(0, device=each).device for each in devices)]  # with an index, as those of tensors
