@@ -46,8 +46,10 @@ FILTER_FROM = 1.5e11
 FILTER_TOKENS = 2048
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
-# The minimum tokens per block of a divergence whose gradients are summed over blocks.
-MIN_ONE_PASS = 512
+# Tokens per block of a divergence whose gradients are summed over blocks: the minimum, and the default.
+MIN_ONE_PASS, ONE_PASS_TOKENS = 512, 1024
+# Up to this size, all logits of a divergence in 16 bits are kept by default.
+SMALL_LOGITS = 512 << 20
 # Logits of more bytes are not kept for a divergence by default; blocks of this size are as fast.
 LARGE_LOGITS = 2 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
@@ -350,8 +352,10 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
     return kept, memory_budget - kept, 2 * kept <= memory_budget
 
 
-def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, Way]:
-    """Return (bytes of workspace, True for Triton kernels, way) of a divergence.
+def dispatch_divergence(
+    p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool
+) -> tuple[int, bool, bool, Way]:
+    """Return (bytes of workspace, True for Triton kernels, True if they multiply in any way, way) of a divergence.
 
     ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
     gradient is the same for all tokens.
@@ -361,27 +365,33 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
     # Float32 sums beside the buffers of the gradients
     sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
     kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
+    tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    by_rows = tiles and narrow and not top_k and p.tokens >= MIN_ONE_PASS
+    multiplies = by_rows and p.dtype == torch.bfloat16  # PyTorch's products would be rounded to bfloat16
     if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
-        return workspace, True, "keep"
-    if kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
-        # By default the slabs, since they do not round logits to 16 bits.
-        block_tokens = (budget - sums) // (2 * p.dtype.itemsize * p.vocab_size)
-        if summed and not spec.auto_budget and block_tokens >= MIN_ONE_PASS:
-            return budget, True, "one_pass"
+        return workspace, True, multiplies, "keep"
+    if tiles:
+        per_token = 2 * p.dtype.itemsize * p.vocab_size  # the logits of student and teacher
+        if by_rows and spec.auto_budget and any(spec.needs) and kept <= SMALL_LOGITS:
+            return max(workspace, 1 << 30), True, multiplies, "keep"
+        if by_rows and spec.auto_budget and summed:
+            return sums + ONE_PASS_TOKENS * per_token, True, multiplies, "one_pass"
+        if summed and not spec.auto_budget and (budget - sums) // per_token >= MIN_ONE_PASS:
+            return budget, True, multiplies, "one_pass"
         slabs = logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda"
         if slabs and not top_k:
-            return budget, True, "slabs"
+            return budget, True, False, "slabs"
     # Elsewhere, PyTorch cannot write float32 products of 16-bit operands: sums would take products in float32, and gradients of
     # hidden states would be rounded before and after the upstream gradient is known.
     summed = summed and (not narrow or (p.device.type == "cuda" and torch.version.hip is None))
     if not fits:
-        return budget, kernels, "one_pass" if summed else "blocks"
+        return budget, kernels, False, "one_pass" if summed else "blocks"
     if spec.auto_budget and summed and narrow and not top_k and kept > LARGE_LOGITS:
-        return LARGE_LOGITS + sums, kernels, "one_pass"
+        return LARGE_LOGITS + sums, kernels, False, "one_pass"
     if spec.auto_budget:  # half of it is for chunks; for few tokens, as much as full logits take
         most = 2 * min(8 * logits, 1 << 30) if top_k else min(BYTES_PER_LOGIT * logits, 1 << 30)
         workspace = max(2 * workspace, most)
-    return workspace, kernels, "keep"
+    return workspace, kernels, False, "keep"
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

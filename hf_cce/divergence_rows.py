@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +35,17 @@ from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
 
 # Sets the divergences of some rows [n] and, if wanted, the student's entropies [n], from the student's products h Wᵀ + b [n, V].
 # With a scale, which may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
+# If ``DivergenceSpec.multiplies``, it computes the products, too.
 # The arguments are products, rows, scale, divergences and entropies.
 OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
 
 
-def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
-    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
+def logits_of(x: Head, rows: slice = slice(None), multiply: bool = True) -> Tensor:
+    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype, or uninitialized memory for it."""
     hidden, weight = x.hidden[rows], x.weight
     assert weight is not None
-    return products(hidden, weight, x.bias, empty_logits(hidden, len(weight), len(hidden)))
+    out = empty_logits(hidden, len(weight), len(hidden))
+    return products(hidden, weight, x.bias, out) if multiply else out
 
 
 def row_chunks(z: Tensor, copies: int, room: int) -> Iterator[slice]:
@@ -74,13 +76,13 @@ def divergence_of_rows(
     entropy = divergence.new_empty(n if spec.entropy else 0)
     if factor is not None:
         scale = gradient_scale(hidden, _largest_slope(student, spec), factor, exact=True)
-        kept = KeptGradient(logits_of(student), scale)
+        kept = KeptGradient(logits_of(student, multiply=not spec.multiplies), scale)
     # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
     room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
     block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
-        z = logits_of(student, rows) if kept is None else kept.logits[rows]
+        z = logits_of(student, rows, not spec.multiplies) if kept is None else kept.logits[rows]
         of_rows(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
         del z  # free it before the next one is allocated
     return divergence, entropy, kept
@@ -130,7 +132,8 @@ def one_pass(
     room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
     block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
     x, loss_spec = _block_problem(student, tokens, spec, needs)
-    divergence, _, _, sums = token_blocks(x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block)
+    make_factor, pytorch = lambda: entropy.new_ones(()), not spec.multiplies
+    divergence, _, _, sums = token_blocks(x, loss_spec, make_factor, to_gradients, block, pytorch)
     return divergence, entropy, sums
 
 
@@ -174,12 +177,16 @@ class HeadRows:
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
-        zt = logits_of(teacher, rows) if teacher.weight is not None else self.tokens.gather(teacher.hidden, rows)
         if spec.triton:
-            from hf_cce.kernels.divergence_rows import row_divergences  # importing hf_cce must not import Triton
+            from hf_cce.kernels import divergence_rows as kernels  # importing hf_cce must not import Triton
 
-            row_divergences(z, zt, student, teacher, spec.beta, divergence, entropy, scale)
+            logits: kernels.Logits = (z, None)
+            if spec.multiplies:
+                logits = kernels.shifted_logits(student.hidden[rows], student, z)
+            teacher_logits = self._teacher_logits(rows, kernels.shifted_logits)
+            kernels.row_divergences(logits, z, teacher_logits, student, teacher, spec.beta, divergence, entropy, scale)
             return
+        zt = self._teacher_logits(rows)[0]
         acc_dtype = accumulation_dtype(z.dtype)
         # Given logits may be −inf, and a bias.
         infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
@@ -197,6 +204,15 @@ class HeadRows:
             if scale is not None:
                 _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
             del g, minus, derivative
+
+    def _teacher_logits(self, rows: slice, shifted: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return logits of the teacher before scale and softcap, and a shift [n] to be added to them, or None."""
+        x = self.teacher
+        if x.weight is None:
+            return self.tokens.gather(x.hidden, rows), None
+        if self.spec.multiplies and shifted is not None and x.hidden.element_size() == 2:
+            return shifted(x.hidden[rows], x, logits_of(x, rows, multiply=False))
+        return logits_of(x, rows), None
 
 
 def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:

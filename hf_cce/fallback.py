@@ -295,10 +295,12 @@ def token_blocks(
     make_factor: Callable[[], Tensor],
     to_gradients: ToGradients | None = None,
     block: int = 0,
+    multiplies: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``.
 
-    ``block``: tokens per block; 0 for as many as the budget allows.
+    ``block``: tokens per block; 0 for as many as the budget allows. ``multiplies``: False if ``to_gradients`` computes the
+    products.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
@@ -326,7 +328,9 @@ def token_blocks(
     for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
-        z = products(h, x.weight, x.bias, slab[: h.shape[0]])
+        z = slab[: h.shape[0]]
+        if multiplies:
+            products(h, x.weight, x.bias, z)
         if start == 0:  # a GPU has its first GEMM
             valid, factor = labels != spec.ignore_index, make_factor()
             for total in (sums.weight, sums.overflow, sums.bias):

@@ -63,7 +63,10 @@ IMPLEMENTATIONS_AND_DTYPES = [
         for name in ("rows", "blocks", "triton", "triton rows")
         for dtype in (torch.float32, torch.float16)
     ),
-    *(pytest.param(name, *BFLOAT16.values, marks=BFLOAT16.marks) for name in ("triton", "triton rows")),
+    *(
+        pytest.param(name, *BFLOAT16.values, marks=BFLOAT16.marks)
+        for name in ("triton", "triton rows", "triton shifted")
+    ),
 ]
 
 
@@ -88,12 +91,12 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     """Yield a config for ``implementation``, and make sure that no other one runs in its place."""
     triton, blocks = implementation.startswith("triton"), implementation.endswith("blocks")
 
-    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, str]:
+    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, bool, str]:
         way = "slabs" if implementation == "triton" and not top_k else "keep"
         if blocks:
             exact = triton or p.dtype in (torch.float32, torch.float64)
             way = "one_pass" if summed and exact and any(spec.needs) else "blocks"
-        return spec.memory_budget, triton and kernels, way
+        return spec.memory_budget, triton and kernels, implementation == "triton shifted" and not top_k, way
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
     if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
@@ -421,8 +424,10 @@ def test_backward_leaves_the_hidden_states_alone() -> None:
 @pytest.mark.parametrize(
     ("tokens", "vocab_size", "dtype", "options", "summed", "way"),
     [
-        (8192, 151936, torch.bfloat16, {}, True, "slabs"),
-        (8192, 32768, torch.bfloat16, {}, True, "slabs"),
+        (8192, 151936, torch.bfloat16, {}, True, "one_pass"),
+        (8192, 151936, torch.bfloat16, {}, False, "slabs"),
+        (8192, 32768, torch.bfloat16, {}, False, "keep"),
+        (400, 151936, torch.bfloat16, {}, True, "slabs"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "256MiB"}, True, "slabs"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "1GiB"}, True, "one_pass"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "1GiB"}, False, "slabs"),
@@ -440,7 +445,7 @@ def test_the_way_of_a_divergence_on_a_gpu(
 ) -> None:
     problem = dispatch.Problem(tokens, 896, vocab_size, dtype, torch.device("cuda"))
     spec = LossSpec.of(CCEConfig(**options), tokens, (True, True, False))
-    budget, kernels, found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=summed)
+    budget, kernels, _, found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=summed)
     assert found == way and kernels == ("implementation" not in options) and budget > 0
 
 
@@ -448,4 +453,8 @@ def test_the_way_of_a_divergence_on_a_gpu(
 def test_logits_in_16_bits_are_kept_where_float32_products_of_them_do_not_exist(device: str) -> None:
     problem = dispatch.Problem(8192, 896, 151936, torch.float16, torch.device(device))
     spec = LossSpec.of(CCEConfig(), 8192, (True, True, False))
-    assert dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=True)[1:] == (False, "keep")
+    assert dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=True)[1:] == (
+        False,
+        False,
+        "keep",
+    )

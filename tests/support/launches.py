@@ -111,7 +111,9 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
 def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head, beta: float) -> None:
     n = student.hidden.shape[0]
     tokens = divergence_spec.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
-    spec = divergence_spec.DivergenceSpec(beta, beta == 1.0, 256 * MIB, True, "slabs")
+    spec = divergence_spec.DivergenceSpec(
+        beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "slabs"
+    )
     spec_of_rows = replace(spec, way="keep")
     of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec_of_rows)
     divergence_rows.divergence_of_rows(of_rows, student, spec_of_rows, 1.0)
