@@ -114,9 +114,8 @@ def linear_divergence(
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. If a budget in bytes has
-            room, logits in the dtype of ``student_hidden`` are kept or handled in blocks of tokens, which is faster. By default,
-            this happens everywhere but for many tokens in 16 bits on a GPU with kernels.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. A budget in bytes that has no
+            room for blocks of logits is kept at the price of time: the kernels then compute all logits twice or more.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no

@@ -1,9 +1,10 @@
-"""Divergences from PyTorch's products, with the whole vocabulary of some rows at hand.
+"""Divergences with the whole vocabulary of some rows at hand, from products of PyTorch or of the kernels.
 
-One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits, kept in the inputs' dtype,
-with its gradient. The backward pass only multiplies: as many products as full logits need, in a fraction of their memory. This is
-the fastest way. If the memory budget has no room for all logits, sums of the gradients are computed with the divergence, which
-assumes that all tokens have the same upstream gradient, or the backward pass computes the logits of each block again.
+One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits, kept in 16 bits if the
+inputs are, with its gradient. The backward pass only multiplies: as many products as full logits need, in a fraction of their
+memory. This is the fastest way. If the memory budget has no room for all logits, sums of the gradients are computed with the
+divergence, which assumes that all tokens have the same upstream gradient, or the backward pass computes the logits of each block
+again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Divergences of tokens, and their gradients, from rows of both models' full logits, which PyTorch computes.
+"""Divergences of tokens, and their gradients, from rows of both models' full logits.
+
+PyTorch computes the logits, or ``shifted_logits``, which hardly rounds them.
 
 Legend as in ``hf_cce.kernels.divergence``.
 """

@@ -46,6 +46,7 @@ from hf_cce import (
     reference,
 )
 from hf_cce.config import MIB
+from hf_cce.kernels import divergence_rows as kernels_divergence_rows
 from hf_cce.kernels import rows as kernel_rows
 from hf_cce.spec import LossSpec
 
@@ -109,6 +110,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     slabs = lambda student, *_: [slice(0, 128), slice(128, len(student.weight))]  # noqa: E731
     monkeypatch.setattr(divergence_passes, "make_slabs", slabs)
     monkeypatch.setattr(kernel_rows, "BLOCK", 8)  # of which a kernel takes four
+    monkeypatch.setattr(kernels_divergence_rows, "SAMPLE", 16)
     if triton:
         monkeypatch.setattr(divergence_rows, "_divergence_and_gradient", None)
         monkeypatch.setattr(divergence_topk, "divergence_on_support", None)
@@ -217,6 +219,18 @@ def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str, confi
     exact = outcome(x, partial(linear_divergence, teacher=short, kind=case.kind, beta=case.beta), torch.float64)
     assert_all_accurate(actual, baseline, exact)
     assert not any(zero.any() for zero in zeros)
+
+
+@pytest.mark.parametrize("implementation", ["triton shifted"])
+def test_a_bias_that_rules_out_the_entries_whose_logits_shift_the_others(config: CCEConfig, device: str) -> None:
+    case = Case("jsd", bias=True)
+    x = make_inputs(case, torch.float32, device)
+    x.bias = torch.zeros(131, device=device).index_fill(0, torch.arange(16, device=device), -torch.inf)
+    actual = outcome(x, lambda *leaves: fused_divergence(x, leaves, case, config), torch.bfloat16)
+    exact, baseline = (
+        outcome(x, lambda *leaves: plain_divergence(x, leaves, case), t) for t in (torch.float64, torch.bfloat16)
+    )
+    assert_all_accurate(actual, baseline, exact, dtype=torch.bfloat16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device-side assertion would end the process")
