@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from divergences import (
     EVERYTHING,
     KINDS,
