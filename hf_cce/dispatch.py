@@ -355,7 +355,7 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
 def dispatch_divergence(
     p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool
 ) -> tuple[int, bool, bool, Way]:
-    """Return (bytes of workspace, True for Triton kernels, True if they multiply in any way, way) of a divergence.
+    """Return (bytes of workspace, True for Triton kernels, True if they also compute the logits of whole rows, way).
 
     ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
     gradient is the same for all tokens.
