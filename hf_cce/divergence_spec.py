@@ -89,9 +89,7 @@ class DivergenceSpec:
     entropy: bool  # also return the student's entropy, for logging
     memory_budget: int  # bytes, beside kept logits
     triton: bool
-    multiplies: (
-        bool  # the kernels compute the logits of whole rows, too: in float16, shifted so that they are hardly rounded
-    )
+    multiplies: bool  # the kernels compute whole rows of logits, too: in float16, shifted to be hardly rounded
     way: Way
 
     @property
