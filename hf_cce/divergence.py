@@ -168,9 +168,8 @@ class Divergence(torch.autograd.Function):
         rows: tuple[Tensor, ...] = ()
         student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
-            spec = replace(
-                spec, triton=False, multiplies=False, way="keep"
-            )  # a kernel cannot be launched for zero tokens
+            # A kernel cannot be launched for zero tokens.
+            spec = replace(spec, triton=False, multiplies=False, way="keep")
         s, t = _prepare(student, teacher, tokens, spec)
         with compute_context(hidden):
             if spec.way == "slabs":

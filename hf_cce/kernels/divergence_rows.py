@@ -181,9 +181,7 @@ def row_divergences(
     beta: float,
     divergence: Tensor,  # [N], written
     entropy: Tensor | None,  # [N], written
-    scale: Tensor
-    | float
-    | None,  # overwrite the logits with their gradient times this, a scalar or [N, 1]; None: don't
+    scale: Tensor | float | None,  # a scalar or [N, 1], by which the gradient is multiplied; None: keep the logits
 ) -> None:
     """Compute the divergence of each token, the student's entropy and the gradient of the student's logits."""
     n, v = gradient.shape
