@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,17 @@ from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
 OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
 
 
-def logits_of(x: Head, rows: slice = slice(None), multiply: bool = True) -> Tensor:
-    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype, or uninitialized memory for it."""
+def memory_for_logits(x: Head, rows: slice = slice(None)) -> Tensor:
+    """Return uninitialized memory for h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
     hidden, weight = x.hidden[rows], x.weight
     assert weight is not None
-    out = empty_logits(hidden, len(weight), len(hidden))
-    return products(hidden, weight, x.bias, out) if multiply else out
+    return empty_logits(hidden, len(weight), len(hidden))
+
+
+def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
+    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
+    assert x.weight is not None
+    return products(x.hidden[rows], x.weight, x.bias, memory_for_logits(x, rows))
 
 
 def row_chunks(z: Tensor, copies: int, room: int) -> Iterator[slice]:
@@ -71,19 +76,19 @@ def divergence_of_rows(
     """
     hidden, weight = student.hidden, student.weight
     assert weight is not None
-    n, kept = len(hidden), None
+    n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
     scale: Tensor | float | None = None
     divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     entropy = divergence.new_empty(n if spec.entropy else 0)
     if factor is not None:
         scale = gradient_scale(hidden, _largest_slope(student, spec), factor, exact=True)
-        kept = KeptGradient(logits_of(student, multiply=not spec.multiplies), scale)
+        kept = KeptGradient(make_logits(student), scale)
     # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
     room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
     block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
     for start in range(0, n, block):
         rows = slice(start, min(n, start + block))
-        z = logits_of(student, rows, not spec.multiplies) if kept is None else kept.logits[rows]
+        z = make_logits(student, rows) if kept is None else kept.logits[rows]
         of_rows(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
         del z  # free it before the next one is allocated
     return divergence, entropy, kept
@@ -133,8 +138,9 @@ def one_pass(
     room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
     block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
     x, loss_spec = _block_problem(student, tokens, spec, needs)
-    make_factor, pytorch = lambda: entropy.new_ones(()), not spec.multiplies
-    divergence, _, _, sums = token_blocks(x, loss_spec, make_factor, to_gradients, block, pytorch)
+    divergence, _, _, sums = token_blocks(
+        x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies
+    )
     return divergence, entropy, sums
 
 
@@ -178,16 +184,18 @@ class HeadRows:
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
+        shifts = spec.multiplies and teacher.weight is not None and teacher.hidden.element_size() == 2
+        if teacher.weight is None:
+            zt = self.tokens.gather(teacher.hidden, rows)
+        else:
+            zt = (memory_for_logits if shifts else logits_of)(teacher, rows)
         if spec.triton:
             from hf_cce.kernels import divergence_rows as kernels  # importing hf_cce must not import Triton
 
-            logits: kernels.Logits = (z, None)
-            if spec.multiplies:
-                logits = kernels.shifted_logits(student.hidden[rows], student, z)
-            teacher_logits = self._teacher_logits(rows, kernels.shifted_logits)
+            logits = kernels.shifted_logits(student, rows, z) if spec.multiplies else (z, None)
+            teacher_logits = kernels.shifted_logits(teacher, rows, zt) if shifts else (zt, None)
             kernels.row_divergences(logits, z, teacher_logits, student, teacher, spec.beta, divergence, entropy, scale)
             return
-        zt = self._teacher_logits(rows)[0]
         acc_dtype = accumulation_dtype(z.dtype)
         # Given logits may be −inf, and a bias.
         infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
@@ -205,15 +213,6 @@ class HeadRows:
             if scale is not None:
                 _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
             del g, minus, derivative
-
-    def _teacher_logits(self, rows: slice, shifted: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits of the teacher before scale and softcap, and a shift [n] to be added to them, or None."""
-        x = self.teacher
-        if x.weight is None:
-            return self.tokens.gather(x.hidden, rows), None
-        if self.spec.multiplies and shifted is not None and x.hidden.element_size() == 2:
-            return shifted(x.hidden[rows], x, logits_of(x, rows, multiply=False))
-        return logits_of(x, rows), None
 
 
 def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:

@@ -295,12 +295,12 @@ def token_blocks(
     make_factor: Callable[[], Tensor],
     to_gradients: ToGradients | None = None,
     block: int = 0,
-    multiplies: bool = True,
+    computes_products: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``.
 
-    ``block``: tokens per block; 0 for as many as the budget allows. ``multiplies``: False if ``to_gradients`` computes the
-    products.
+    ``block``: tokens per block; 0 for as many as the budget allows. ``computes_products``: ``to_gradients`` does, into
+    uninitialized memory.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
@@ -329,7 +329,7 @@ def token_blocks(
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
         z = slab[: h.shape[0]]
-        if multiplies:
+        if not computes_products:
             products(h, x.weight, x.bias, z)
         if start == 0:  # a GPU has its first GEMM
             valid, factor = labels != spec.ignore_index, make_factor()

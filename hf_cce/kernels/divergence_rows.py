@@ -155,12 +155,12 @@ def _shifted_logits_kernel(
     tl.store(at, (z - by[:, None]).to(tl.float16), mask=(rows < num_tokens)[:, None] & (cols < vocab_size)[None, :])
 
 
-def shifted_logits(hidden: Tensor, head: Any, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute h Wᵀ + b − shift [N, V] in float16, in the memory of ``out``; return it and the shift [N].
+def shifted_logits(head: Any, rows: slice, out: Tensor) -> Logits:
+    """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``; return it and the shift [N].
 
     A shift close to the largest logit of the row makes the errors of the most probable entries as small as those of float32.
     """
-    weight, bias, sample = head.weight, head.bias, slice(0, SAMPLE)
+    hidden, weight, bias, sample = head.hidden[rows], head.weight, head.bias, slice(0, SAMPLE)
     first = multiply_rounded(hidden, weight[sample].t())
     first = first if bias is None else first + bias[sample]
     shift = first.float().amax(1).nan_to_num_(0.0, 0.0, 0.0)

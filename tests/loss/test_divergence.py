@@ -68,7 +68,7 @@ IMPLEMENTATIONS_AND_DTYPES = [
     ),
     *(
         pytest.param(name, *BFLOAT16.values, marks=BFLOAT16.marks)
-        for name in ("triton", "triton rows", "triton shifted")
+        for name in ("triton", "triton rows", "triton shifted", "triton shifted blocks")
     ),
 ]
 
@@ -96,10 +96,10 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, bool, str]:
         way = "slabs" if implementation == "triton" and not top_k else "keep"
-        if blocks:
+        if blocks and not ("shifted" in implementation and top_k):
             exact = triton or p.dtype in (torch.float32, torch.float64)
             way = "one_pass" if summed and exact and any(spec.needs) else "blocks"
-        return spec.memory_budget, triton and kernels, implementation == "triton shifted" and not top_k, way
+        return spec.memory_budget, triton and kernels, "shifted" in implementation and not top_k, way
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
     if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
