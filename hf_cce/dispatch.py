@@ -53,7 +53,7 @@ SMALL_LOGITS = 512 << 20
 # Logits of more bytes are not kept for a divergence by default; blocks of this size are as fast.
 LARGE_LOGITS = 2 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
-# launches more kernels than full logits do, but in bfloat16 its lower memory is worth some time.
+# launches more kernels than full logits do.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
 # The same for losses with a softcap, label smoothing or a z-loss, which cost PyTorch more launches, but not the row kernels.
 FULL_LOGITS_MAX_OPTIONS = 16_000_000
@@ -164,7 +164,7 @@ def prefers_full_logits(p: Problem, spec: LossSpec) -> bool:
         return False
     odd = p.vocab_size % 2 and p.dtype not in FULL_PRECISION and p.work > FULL_LOGITS_MAX_WORK_ODD
     falls_back = choose_implementation(p.device, p.dtype, spec.implementation) == "portable"
-    most = FULL_LOGITS_MAX_FALLBACK if falls_back and p.dtype != torch.bfloat16 else FULL_LOGITS_MAX
+    most = FULL_LOGITS_MAX_FALLBACK if falls_back else FULL_LOGITS_MAX
     if any(spec.needs) and runs_kernels(p.device, p.dtype, spec.implementation):
         options = spec.softcap or spec.label_smoothing or spec.z_loss
         most = FULL_LOGITS_MAX_OPTIONS if options else FULL_LOGITS_MAX
@@ -192,8 +192,7 @@ def _budget(p: Problem, spec: LossSpec, strategy: str) -> int:
         least = spec.memory_budget
         if p.dtype in FULL_PRECISION:  # products of smaller blocks leave a part of the GPU idle
             least = max(2 * least, 1 << 30)
-        elif not any(spec.needs):
-            # Without gradients, reading the head again for each block takes a large part of the time.
+        else:  # each block reads the head again, and each chunk launches many kernels
             least = max(least, min(BYTES_PER_LOGIT * logits // 3, 1 << 30))
         wanted = max(least, BYTES_PER_LOGIT * logits // 10) + head
         # At most what full logits take, or fallback.token_losses: all logits in the inputs' dtype, without the accumulator.

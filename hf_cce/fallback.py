@@ -54,9 +54,13 @@ def chunks(n: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
-def empty_logits(hidden: Tensor, v: int, rows: int) -> Tensor:
-    """Allocate logits [rows, V]. Rows on a GPU are padded: 16-bit and TF32 GEMMs are slow on unaligned rows."""
-    stride = -(-v // ALIGNED) * ALIGNED if hidden.is_cuda else v
+def empty_logits(hidden: Tensor, v: int, rows: int, triton: bool = True) -> Tensor:
+    """Allocate logits [rows, V]. On a GPU, rows are padded: 16-bit and TF32 GEMMs are slow on unaligned rows.
+
+    Float32 rows are padded only for kernels (``triton``): PyTorch's operators would copy them.
+    """
+    padded = hidden.is_cuda and (triton or hidden.dtype not in FULL_PRECISION)
+    stride = -(-v // ALIGNED) * ALIGNED if padded else v
     return hidden.new_empty((rows, stride))[:, :v]
 
 
@@ -189,7 +193,8 @@ def logit_products(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden, weight and bias from those of the logits, g [n, V] times ``by_row`` [n] times ``by``.
 
-    In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. ``g`` may be overwritten.
+    In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. On a GPU, multiplying by ``by`` rounds 16-bit
+    gradients only once. ``g`` may be overwritten.
     """
     need_hidden, need_weight, need_bias = needs
     total = by_row if by is None else by_row * by
@@ -199,7 +204,7 @@ def logit_products(
         total = by_row = torch.ones_like(total)
         by = None
     grad_hidden = grad_weight = grad_bias = None
-    if need_weight and g.dtype == torch.float16 and by is not None:
+    if need_weight and by is not None and supports_fp32_out(g) and g.dtype not in FULL_PRECISION:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         h = hidden * by_row[:, None].to(g.dtype)
         for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
@@ -241,7 +246,7 @@ def token_losses(
     contain.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
-    z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden)))
+    z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), False))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor, exact=not _is_plain(spec))
     loss, lse = (
@@ -324,7 +329,7 @@ def token_blocks(
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
     block = block or tokens_per_block(n, v, dtype, on_cpu, room)
-    slab = empty_logits(hidden, v, min(block, n))
+    slab = empty_logits(hidden, v, min(block, n), to_gradients is not None)
     for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
@@ -366,8 +371,9 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
     return -(-max(n, 1) // (unit * blocks)) * unit
 
 
-# Products h Wᵀ [n, V] in the inputs' dtype, and hidden states [n, D] and indices of their tokens from ``reference.select_rows``
-KeptLogits = tuple[Tensor, Tensor, Tensor | None]
+# Products h Wᵀ [n, V] in the inputs' dtype, log p(label) [n], and hidden states [n, D] and indices of their tokens from
+# ``reference.select_rows``
+KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def logit_stats(
@@ -382,7 +388,7 @@ def logit_stats(
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     keeps = any(spec.needs)
     block = max(1, n) if keeps else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
-    slab, y = empty_logits(hidden, v, min(block, n)), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
+    slab, y = empty_logits(hidden, v, min(block, n), False), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
     lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
     top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
     mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
@@ -414,7 +420,7 @@ def logit_stats(
     valid = x.labels != spec.ignore_index
     found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     *stats, losses = reference.zero_ignored(found, valid, chosen)
-    return LogitStats(*stats), losses, (slab, hidden, chosen) if keeps else None
+    return LogitStats(*stats), losses, (slab, log_prob[:, 0], hidden, chosen) if keeps else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -427,17 +433,18 @@ def logit_stats_backward(
     kept: KeptLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
     """Return the gradients of hidden, weight and bias. The kept logits are overwritten."""
-    (z, hidden, chosen), v, (need_hidden, need_weight, need_bias) = kept, x.weight.shape[0], spec.needs
+    (z, log_prob, hidden, chosen), v = kept, x.weight.shape[0]
     labels = x.labels if chosen is None else x.labels[chosen]
     lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
+    sign = torch.ones_like(lse)
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
-        y, grad_lse = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], grads.lse[:, None]
-        for rows in chunks(len(z), 2 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):  # with few kernels
-            p = F.softmax(z[rows], 1, dtype=lse.dtype)
-            at_label = p.gather(1, y[rows]) * grad_lse[rows] + grads.label[rows, None]
-            torch.mul(p, grad_lse[rows], out=z[rows])
-            z[rows].scatter_(1, y[rows], at_label.to(z.dtype))
-            del p  # free it before the next one is allocated
+        sign = torch.where(grads.lse < 0, -1.0, sign)
+        # p · |gradient of lse| is one exponential; the sign goes into the products, where it adds no rounding.
+        y, shift = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], lse - grads.lse.abs().log()
+        at_label = sign * (log_prob.exp() * grads.lse + grads.label)
+        for rows in chunks(len(z), lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
+            torch.exp(z[rows] - shift[rows, None], out=z[rows])
+        z.scatter_(1, y, at_label[:, None].to(z.dtype))
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             f = z[chunk] if _is_plain(spec) else _processed(z[chunk], spec, copy=False)
@@ -447,8 +454,5 @@ def logit_stats_backward(
             of_chunk = grads.map(itemgetter(chunk))
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
             del f, log_p  # free them before the next ones are allocated
-    return [
-        put_rows(multiply_rounded(z, x.weight), chosen, len(x.hidden)) if need_hidden else None,
-        torch.mm(z.t(), hidden) if need_weight else None,
-        z.sum(0, dtype=lse.dtype).to(z.dtype) if need_bias else None,
-    ]
+    grad_hidden, *others = logit_products(z, hidden, x.weight, spec.needs, sign)
+    return [None if grad_hidden is None else put_rows(grad_hidden, chosen, len(x.hidden)), *others]

@@ -228,8 +228,9 @@ class FullLogits(Strategy):
         spec, z = self.spec, self.logits(x)
         dtype, index, smoothing = accumulation_dtype(z.dtype), spec.ignore_index, spec.label_smoothing
         mean = self.divisor.items is None and self.divisor.number == 0
-        z = z.to(dtype) if spec.z_loss else z  # two gradients are summed before they are rounded
-        log_p = z.log_softmax(1, dtype=dtype)  # on a GPU, float16 is converted in the same kernel
+        # The gradients of a z-loss and of log p are summed before they are rounded. On a GPU, log_softmax converts float16.
+        z = z if z.is_cuda and z.dtype == torch.float16 and not spec.z_loss else z.to(dtype)
+        log_p = z.log_softmax(1, dtype=dtype)
         # The operator behind F.nll_loss also returns the number of labels. On a GPU it asserts that they are in range.
         total, items = torch.ops.aten.nll_loss_forward.default(
             log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, index
