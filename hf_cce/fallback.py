@@ -371,9 +371,9 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
     return -(-max(n, 1) // (unit * blocks)) * unit
 
 
-# Products h Wᵀ [n, V] in the inputs' dtype, log p(label) [n], and hidden states [n, D] and indices of their tokens from
-# ``reference.select_rows``
-KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor | None]
+# Products h Wᵀ [n, V] in the inputs' dtype, the largest logit [n] and its log p, and hidden states [n, D] and indices of their
+# tokens from ``reference.select_rows``
+KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def logit_stats(
@@ -389,9 +389,9 @@ def logit_stats(
     keeps = any(spec.needs)
     block = max(1, n) if keeps else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
     slab, y = empty_logits(hidden, v, min(block, n), False), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
-    lse, label_logit, log_prob = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(3))
-    top1 = torch.empty((n if wanted.top1 else 0, 1), dtype=torch.bool, device=hidden.device)
-    mean, entropy, log_sum_sq = (lse.new_empty(n if each else 0) for each in wanted[:3])
+    empty = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(4))
+    label_logit, log_prob, top_logit, top_log_p = empty
+    mean, entropy, log_sum_sq = (log_prob.new_empty(n if each else 0) for each in wanted[:3])
     copies = 2 + 3 * wanted.entropy + wanted.log_sum_sq  # as many float arrays [n, V] exist at once
     for start in range(0, n, block):
         h = hidden[start : start + block]
@@ -405,22 +405,19 @@ def logit_stats(
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
             label_logit[rows] = f.gather(1, y[rows])
             torch.gather(log_p, 1, y[rows], out=log_prob[rows])
-            at_logit, at_log_p = label_logit[rows], log_prob[rows]
-            if x.bias is not None or wanted.top1:  # a bias of −inf may mask the label: −inf − (−inf) would be NaN
-                at = f.argmax(1, keepdim=True)
-                at_logit, at_log_p = f.gather(1, at).to(acc_dtype), log_p.gather(1, at)
-            torch.sub(at_logit, at_log_p, out=lse[rows])
-            if wanted.top1:
-                torch.ge(label_logit[rows], at_logit, out=top1[rows])
+            top = f.argmax(1, keepdim=True)  # finite, unlike the label's, which a bias may mask
+            top_logit[rows] = f.gather(1, top)
+            torch.gather(log_p, 1, top, out=top_log_p[rows])
             others = reference.mean_entropy_and_squares(f, log_p, wanted)
             for whole, part in zip((mean, entropy, log_sum_sq), others, strict=True):
                 if part is not None:
                     whole[rows] = part
             del f, log_p  # free them before the next ones are allocated
     valid = x.labels != spec.ignore_index
-    found = [lse[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
+    top1 = label_logit >= top_logit if wanted.top1 else top_logit[:0]
+    found = [(top_logit - top_log_p)[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     *stats, losses = reference.zero_ignored(found, valid, chosen)
-    return LogitStats(*stats), losses, (slab, log_prob[:, 0], hidden, chosen) if keeps else None
+    return LogitStats(*stats), losses, (slab, top_logit[:, 0], top_log_p[:, 0], hidden, chosen) if keeps else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -433,7 +430,7 @@ def logit_stats_backward(
     kept: KeptLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
     """Return the gradients of hidden, weight and bias. The kept logits are overwritten."""
-    (z, log_prob, hidden, chosen), v = kept, x.weight.shape[0]
+    (z, top_logit, top_log_p, hidden, chosen), v = kept, x.weight.shape[0]
     labels = x.labels if chosen is None else x.labels[chosen]
     lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
     sign = torch.ones_like(lse)
@@ -441,7 +438,9 @@ def logit_stats_backward(
         sign = torch.where(grads.lse < 0, -1.0, sign)
         # p · |gradient of lse| is one exponential; the sign goes into the products, where it adds no rounding.
         y, shift = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], lse - grads.lse.abs().log()
-        at_label = sign * (log_prob.exp() * grads.lse + grads.label)
+        # More accurate than z − lse, which matters if p(label) is close to 1.
+        p_label = (z.gather(1, y)[:, 0] - top_logit + top_log_p).exp()
+        at_label = sign * (p_label * grads.lse + grads.label)
         for rows in chunks(len(z), lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             torch.exp(z[rows] - shift[rows, None], out=z[rows])
         z.scatter_(1, y, at_label[:, None].to(z.dtype))

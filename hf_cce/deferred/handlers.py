@@ -34,7 +34,7 @@ from hf_cce.deferred.operations import (
     masked_ids,
     split_index,
 )
-from hf_cce.deferred.recipe import Recipe, SharedStorage
+from hf_cce.deferred.recipe import Recipe
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
@@ -206,16 +206,31 @@ HANDLERS["unbind"] = lambda x, dim=0: _split_tokens("unbind", x, dim=dim)
 @implements("__setitem__")
 def _mask(x: Any, key: Any, value: Any) -> Any:
     """Record vocabulary entries set to finfo.min at every token (Chameleon's image tokens): their probability is zero."""
-    known = not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.shared_storage.values is None
-    known = known and not x.has_results  # these were computed from the logits before
-    known = known and all(name in ("to", "mask") for name, _ in x.recipe.ops) and not is_dtensor(x.recipe.weight)
-    ids = masked_ids(key, value, x.shape, x.dtype) if known else None
+    known = _records_writes(x) and all(name in ("to", "mask") for name, _ in x.recipe.ops)
+    ids = masked_ids(key, value, x.shape, x.dtype) if known and not is_dtensor(x.recipe.weight) else None
     if ids is None:
         return NotImplemented
-    x._check_fresh()
-    x.recipe.aliases.append(SharedStorage(torch.empty(0), version=-1))  # marks existing views as stale
-    x.recipe, x.shared_storage = x.recipe.with_ops(("mask", (ids.to(x.recipe.weight.device), value))), SharedStorage()
+    x._write(x.recipe.with_ops(("mask", (ids.to(x.recipe.weight.device), value))))
     return None
+
+
+def _records_writes(x: Any) -> bool:
+    """Return True if a change of ``x`` in place can be recorded: nothing was computed from it before."""
+    known = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    return known and x.shared_storage.values is None and not x.has_results
+
+
+def _scale_in_place(name: str, x: Any, value: Any) -> Any:
+    if not is_number(value) or x.recipe.mask_ops() or not _records_writes(x):
+        return NotImplemented
+    op = (name, value)
+    return x._write(x.recipe.with_ops(op), lambda z: apply_ops((op,), z))
+
+
+for _name in ("mul_", "multiply_", "__imul__"):
+    HANDLERS[_name] = functools.partial(_scale_in_place, "mul")
+for _name in ("div_", "divide_", "true_divide_", "__idiv__", "__itruediv__"):
+    HANDLERS[_name] = functools.partial(_scale_in_place, "div")
 
 
 @implements("tanh")

@@ -481,15 +481,18 @@ def _head_gradients(grad: Tensor, operands: Any, needed: Any, cast: torch.dtype 
 
 
 class RecordedOp(torch.autograd.Function):
-    """Apply ``op`` to lazy logits, which gives other lazy logits."""
+    """Apply ``op`` to lazy logits, which gives other lazy logits, or the same ones if ``in_place``."""
 
     @staticmethod
-    def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool) -> Any:
+    def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, in_place: bool = False) -> Any:
         ctx.meta, ctx.op, ctx.call, ctx.recipe = source.meta, op, recipe.call, None
         if nonlinear:
             # The source's values may be modified in place. Autograd frees the saved operands after the backward pass.
             ctx.recipe, ctx.storage = source.recipe.without_operands(), weakref.ref(source.shared_storage)
             ctx.save_for_backward(source, *source.recipe.operands)
+        if in_place:
+            ctx.mark_dirty(source)
+            return source
         return type(source)(recipe)
 
     @staticmethod
@@ -517,7 +520,7 @@ class RecordedOp(torch.autograd.Function):
         if isinstance(grad, LazyGrad):
             losses = tuple((each, lambda make=make: vjp(make())) for each, make in losses)
             grad_source = LazyGrad.create(meta, losses, grad_source, ctx.call)
-        return grad_source, None, None, None
+        return grad_source, None, None, None, None
 
 
 class FusedResult(torch.autograd.Function):

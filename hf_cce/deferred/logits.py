@@ -149,6 +149,15 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 recipe = change(self.recipe)
             return RecordedOp.apply(self, recipe, op, nonlinear)
 
+    def _write(self, recipe: Recipe, op: Any = None) -> Any:
+        """Change these logits in place to those of ``recipe``; ``op``, if it affects their gradient, is linear."""
+        self._check_fresh()
+        if op is not None:
+            RecordedOp.apply(self, recipe, op, False, True)
+        self.recipe.aliases.append(SharedStorage(torch.empty(0), version=-1))  # marks existing views as stale
+        self.recipe, self.shared_storage = recipe, SharedStorage()
+        return self
+
     def _compute_fused(
         self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]
     ) -> Any:

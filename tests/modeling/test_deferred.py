@@ -189,6 +189,7 @@ RECORDED_CHANGES: dict[str, Callable[[Any], Any]] = {
     "as they are": lambda x: x,
     "shifted": lambda x: x[:, :-1, :],
     "scaled": lambda x: x.float() * 0.3,
+    "scaled in place": lambda x: operator.itruediv(x[:, 1:].mul_(0.7), 1.3),
     "capped": lambda x: torch.tanh(x / 5.0) * 5.0,
     "capped and shifted": lambda x: (torch.tanh(x / 5.0) * 5.0)[..., 1:, :].contiguous(),
 }
@@ -481,7 +482,9 @@ def doubled(x: Any) -> Any:
 
 # Each needs the logits, and the result must equal torch's bit for bit.
 MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
-    "in place": lambda x: flat_loss(x.div_(5.0).mul_(2.0)),
+    "in place": lambda x: flat_loss(x.sub_(5.0).mul_(2.0)),
+    "divided in place by a tensor": lambda x: flat_loss(x.div_(torch.tensor(5.0))),
+    "divided in place after a result": written(lambda x: (x.logsumexp(-1), x.div_(5.0))),
     "smoothed class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS, label_smoothing=0.1),
     "loss of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), labels()),

@@ -202,6 +202,16 @@ def written_copy(outputs: Any) -> Tensor:
     return outputs.loss + part.logsumexp(-1).sum() + outputs.logits.logsumexp(-1).sum()
 
 
+def hooked_and_scaled_in_place(outputs: Any) -> Tensor:
+    part = outputs.logits[:, 1:].clone()
+    part.register_hook(lambda grad: 2 * grad)  # of the logits before the division
+    part.retain_grad()  # those after it
+    part.div_(0.7)
+    part.register_hook(lambda grad: 3 * grad)
+    (part.softmax(-1).square().sum() + Reverse.apply(part).sum()).backward(retain_graph=True)
+    return outputs.loss + part.logsumexp(-1).sum() + (part.grad.detach() * part).sum()
+
+
 def read_then_written(outputs: Any) -> Tensor:
     value = divergence(outputs.logits)
     outputs.logits[..., :4] = torch.finfo(torch.float32).min
@@ -375,7 +385,8 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "entropy of a detached leaf": (unchanged, entropy_of_a_detached_leaf, True),
     "masked after softmax": (unchanged, masked_after_softmax, True),
     "class-first after a mask": (unchanged, class_first_after_mask, True),
-    "a copy that is written to": (unchanged, written_copy, True),
+    "a copy that is written to": (unchanged, written_copy, False),
+    "hooked, then scaled in place": (unchanged, hooked_and_scaled_in_place, True),
     "read, then written": (unchanged, read_then_written, True),
     "backward twice, in anomaly mode": (unchanged, in_anomaly_mode, False),
     "parts of a detached leaf": (unchanged, parts_of_a_detached_leaf, False),
