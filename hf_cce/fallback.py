@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_cce import reference
 from hf_cce.config import MIB
-from hf_cce.matmul import ALIGNED, multiply, multiply_add, multiply_rounded, supports_fp32_out
+from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
 from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
