@@ -81,7 +81,7 @@ def divergence_of_rows(
     divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     entropy = divergence.new_empty(n if spec.entropy else 0)
     if factor is not None:
-        scale = gradient_scale(hidden, _largest_slope(student, spec), factor, exact=True)
+        scale = gradient_scale(hidden, _largest_slope(student, spec), factor)
         kept = KeptGradient(make_logits(student), scale)
     # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
     room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)

@@ -193,8 +193,7 @@ def logit_products(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden, weight and bias from those of the logits, g [n, V] times ``by_row`` [n] times ``by``.
 
-    In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. On a GPU, multiplying by ``by`` rounds 16-bit
-    gradients only once. ``g`` may be overwritten.
+    In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. ``g`` may be overwritten.
     """
     need_hidden, need_weight, need_bias = needs
     total = by_row if by is None else by_row * by
@@ -204,7 +203,7 @@ def logit_products(
         total = by_row = torch.ones_like(total)
         by = None
     grad_hidden = grad_weight = grad_bias = None
-    if need_weight and by is not None and supports_fp32_out(g) and g.dtype not in FULL_PRECISION:
+    if need_weight and g.dtype == torch.float16 and by is not None:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         h = hidden * by_row[:, None].to(g.dtype)
         for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
@@ -222,15 +221,14 @@ def logit_products(
     return grad_hidden, grad_weight, grad_bias
 
 
-def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float, exact: bool = False) -> Tensor | float:
+def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
     """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
     In 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by the remaining power of two
-    adds no rounding. On a GPU, where only the hidden states would be rounded once more, it does so only if ``exact``: in the
-    plain loss, that would be a pass of its own.
+    adds no rounding.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
-    if hidden.dtype in FULL_PRECISION or (supports_fp32_out(hidden) and not exact):
+    if hidden.dtype in FULL_PRECISION:
         return scale
     if not isinstance(factor, Tensor):
         return scale * math.frexp(factor)[0]
@@ -248,7 +246,7 @@ def token_losses(
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), False))
     factor = make_factor()
-    scale = gradient_scale(hidden, spec.logit_scale, factor, exact=not _is_plain(spec))
+    scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = (
         put_rows(each, chosen, len(x.labels))
         for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
