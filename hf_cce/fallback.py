@@ -89,8 +89,7 @@ def logits_to_gradients(
             torch.gather(f, 1, y[rows], out=label_logit[rows])
         torch.gather(log_p, 1, y[rows], out=label_log_p[rows])
         if has_bias:  # a bias of −inf may mask the label, or id 0 of an ignored one: −inf − (−inf) would be NaN
-            at = f.argmax(1, keepdim=True)
-            torch.sub(f.gather(1, at), log_p.gather(1, at), out=lse[rows])
+            torch.sub(f.amax(1, keepdim=True), log_p.amax(1, keepdim=True), out=lse[rows])
         elif spec.z_loss:
             torch.sub(label_logit[rows], label_log_p[rows], out=lse[rows])
         if smoothing:
@@ -403,9 +402,8 @@ def logit_stats(
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
             label_logit[rows] = f.gather(1, y[rows])
             torch.gather(log_p, 1, y[rows], out=log_prob[rows])
-            top = f.argmax(1, keepdim=True)  # finite, unlike the label's, which a bias may mask
-            top_logit[rows] = f.gather(1, top)
-            torch.gather(log_p, 1, top, out=top_log_p[rows])
+            # Finite, unlike those of the label, which a bias may mask; amax is faster than argmax.
+            top_logit[rows], top_log_p[rows] = f.amax(1, keepdim=True), log_p.amax(1, keepdim=True)
             others = reference.mean_entropy_and_squares(f, log_p, wanted)
             for whole, part in zip((mean, entropy, log_sum_sq), others, strict=True):
                 if part is not None:

@@ -27,7 +27,6 @@ from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
 from hf_cce.dispatch import (
     BYTES_PER_LOGIT,
     FULL_LOGITS_MAX,
-    FULL_LOGITS_MAX_FALLBACK,
     Problem,
     explain_dispatch,
     one_block_bytes,
@@ -305,10 +304,9 @@ def _step(
 def verdict(found: Estimate) -> str:
     if found.few_tokens:
         tokens, millions = found.batch * found.sequence, found.logits / 1e6
-        limit = (FULL_LOGITS_MAX_FALLBACK if found.dtype == "float32" else FULL_LOGITS_MAX) / 1e6
         return (
             f"hf_cce saves nothing here: {tokens:,} tokens make {millions:.0f} million logits. "
-            f"For up to {limit:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."
+            f"For up to {FULL_LOGITS_MAX / 1e6:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."
         )
     if found.steps["full"].peak is None:
         saved = found.steps["full"].loss - found.steps["cce"].loss
