@@ -63,7 +63,9 @@ def check_numbers(**options: object) -> None:
         or_none = " or None" if name.endswith("softcap") else ""
         if not isinstance(value, _NUMBERS) or isinstance(value, bool):
             tensor = isinstance(value, Tensor)
-            advice = "; pass its .item(), or scale hidden_states by it if it needs a gradient" if tensor else ""
+            advice = "; pass its .item()" if tensor else ""
+            if tensor and name == "logit_scale":
+                advice += ", or scale hidden_states by it if it needs a gradient"
             raise TypeError(f"{name} must be a number{or_none}, got {type_name(value)}{advice}")
         if not -math.inf < value < math.inf:  # type: ignore[operator]
             raise ValueError(f"{name} must be a finite number{or_none}, got {value}")

@@ -319,7 +319,7 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
     hidden, weight, bias, logit_scale, softcap = x
     names = (f"{prefix}hidden", f"{prefix}weight", f"{prefix}bias")
     hidden, weight, bias = checks.check_head(hidden, weight, bias, names)
-    checks.check_logit_options(logit_scale, softcap, prefix)
+    checks.check_logit_options(logit_scale, softcap, "" if prefix == "student_" else prefix)
     # Dividing the capped logits by T equals dividing both scale and softcap by T.
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return Head(hidden, weight, bias, float(logit_scale) / temperature, float(softcap or 0.0) / temperature)
