@@ -55,7 +55,8 @@ class Recipe:
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
     # To detect reads after optimizer.step(), which changes the logits. Version counters do not show the changes of FSDP and
-    # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes.
+    # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes. After an evaluation
+    # they always are: an average of the weights, or an adapter merged for it, may be exchanged through ``.data`` without a step.
     versions: tuple[int | None, ...] = ()  # of the leaves
     step: int = 0  # optimizer steps taken before
     entries: Tensor | None = None  # of the weight
@@ -135,7 +136,8 @@ class Recipe:
         if not self.versions:
             return
         changed = self.versions != tuple(map(version_of, self.leaves))
-        if not changed and self.entries is not None and self.step != OptimizerSteps.taken:
+        may_differ = self.step != OptimizerSteps.taken or (self.call.evaluation and self.call.closed)
+        if not changed and self.entries is not None and may_differ:
             with self.call.unsharded(self.weight):
                 now = some_entries(self.weight)
                 changed = now is not None and not torch.allclose(now, self.entries, rtol=0, atol=0, equal_nan=True)

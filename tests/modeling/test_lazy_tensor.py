@@ -618,6 +618,20 @@ def test_step_that_leaves_no_trace_in_version_counters_raises() -> None:
     assert torch.isfinite(kept.logits.sum())  # of a model that this optimizer does not train
 
 
+def test_evaluation_logits_read_after_the_weights_were_exchanged_raise() -> None:
+    """Libraries put an average of the weights into the model for an evaluation, and take it out again, through ``.data``."""
+    ours = apply_cce(tiny_llama()).eval()
+    own = ours.lm_head.weight.detach().clone()
+    ours.lm_head.weight.data.mul_(0.5)
+    with torch.no_grad():
+        read, kept = (ours(**batch()).logits for _ in range(2))
+    values = read + 0.0
+    ours.lm_head.weight.data.copy_(own)
+    assert torch.equal(read + 0.0, values)
+    with pytest.raises(RuntimeError, match="have changed since"):
+        kept.argmax(-1)
+
+
 def test_changes_past_autograd_raise() -> None:
     logits = apply_cce(tiny_llama())(**batch()).logits
     with pytest.raises(RuntimeError, match=r"detach_\(\) or \.data"):
