@@ -31,7 +31,7 @@ from hf_cce.spec import accumulation_dtype
 _COMMUTATIVE = {"add", "mul", "multiply"}
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # other names that torch accepts
 # Properties that read the values of a tensor. All other properties, and the methods in _METADATA_METHODS, need only metadata.
-_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
 _METADATA_METHODS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "element_size", "__len__", "get_device", "is_inference", "storage_offset", "__hash__", "is_same_size", "is_neg",
@@ -155,13 +155,20 @@ def call_as_tensors(func: Any, args: Any, kwargs: Any = None) -> Any:
 
 def name_of(func: Any) -> str:
     name = getattr(func, "__name__", "an operation")
-    return func.__self__.__name__ if name == "__get__" else name
+    return _property_name(func) if name == "__get__" else name
+
+
+def _property_name(func: Any) -> str:
+    """Return the name of the property that ``func`` gets, sets or deletes; one written in Python has no name before 3.13."""
+    found: Any = func.__self__
+    named: Any = found.fget if isinstance(found, property) else found
+    return str(named.__name__)
 
 
 def _is_metadata_query(func: Any) -> bool:
     """Return True if ``func`` reads only metadata of its first argument, or is an OpOverload, as a TorchDispatchMode calls it."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
-        return func.__self__.__name__ not in _VALUE_PROPERTIES
+        return _property_name(func) not in _VALUE_PROPERTIES
     return getattr(func, "__name__", "") in _METADATA_METHODS or isinstance(func, torch._ops.OpOverload)
 
 
@@ -366,6 +373,17 @@ class TensorMeta(NamedTuple):
     device: torch.device
 
 
+def without_storage(cls: Any, meta: TensorMeta) -> Any:
+    """Return a tensor of the class ``cls`` without storage.
+
+    Extensions in C++ that are not operators of torch get this tensor itself. Asking it for its address raises an error;
+    otherwise they would get a null pointer.
+    """
+    made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=meta.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
 class LazyGrad(Tensor):
     """Gradient of lazy logits: a sum over losses, each with a function for its dense gradient, and of a dense tensor or None."""
 
@@ -376,7 +394,7 @@ class LazyGrad(Tensor):
 
     @staticmethod
     def create(meta: TensorMeta, losses: Any, dense: Tensor | None, call: Any) -> LazyGrad:
-        new = Tensor._make_wrapper_subclass(LazyGrad, meta.shape, dtype=meta.dtype, device=meta.device)
+        new = without_storage(LazyGrad, meta)
         new.meta, new.losses, new.dense, new.call = meta, losses, dense, call
         return new
 

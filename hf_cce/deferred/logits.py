@@ -29,6 +29,7 @@ from hf_cce.deferred.lazy_tensor import (
     call_as_tensors,
     is_alias,
     private_saved_tensors,
+    without_storage,
 )
 from hf_cce.deferred.operations import apply_ops
 from hf_cce.deferred.recipe import Recipe, SharedStorage
@@ -126,7 +127,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
 
     def __new__(cls, recipe: Recipe) -> Any:
         meta = recipe.meta
-        made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=meta.device)
+        made = without_storage(cls, meta)
         made.recipe, made.meta, made.shared_storage = recipe, meta, SharedStorage()
         return made
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import logit_statistics
 from hf_cce.deferred.head_input import head_input
+from hf_cce.deferred.lazy_tensor import LazyGrad
 from hf_cce.deferred.logits import LazyLogits, lazy_logits
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import TrainingCall
@@ -752,6 +753,18 @@ def test_copies_and_pickles_are_tensors() -> None:
     copies = [copy.copy(logits), copy.deepcopy(logits.detach()), pickle.loads(pickle.dumps(logits))]
     for each in (*copies, torch.load(saved)["logits"]):
         assert type(each) is Tensor and torch.equal(each, logits.materialize())
+
+
+def test_other_libraries_get_the_values_or_an_error() -> None:
+    """Never a null pointer, which ends the process; ``to_dlpack`` is C++ that does not ask the tensor's class."""
+    logits = lazy_logits(*make_inputs()).detach()
+    gradient = LazyGrad.create(logits.meta, (), torch.ones(logits.shape), TrainingCall())
+    for each in (logits, gradient):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(each)
+    assert torch.equal(torch.from_dlpack(logits), logits.materialize())
+    with pytest.raises(AttributeError, match="non-CUDA tensor"):  # torch's own message: it saw the values
+        _ = logits.__cuda_array_interface__
 
 
 def test_autocast_state_of_head_call_counts() -> None:
