@@ -306,7 +306,8 @@ def verdict(found: Estimate) -> str:
         tokens, millions = found.batch * found.sequence, found.logits / 1e6
         return (
             f"hf_cce saves nothing here: {tokens:,} tokens make {millions:.0f} million logits. For up to "
-            f"{FULL_LOGITS_MAX / 1e6:.0f} million logits that fit memory_budget, a patched model uses its own loss, which is faster."
+            f"{FULL_LOGITS_MAX / 1e6:.0f} million logits that fit memory_budget, a patched model uses its own loss, "
+            "which is faster."
         )
     if found.steps["full"].peak is None:
         saved = found.steps["full"].loss - found.steps["cce"].loss
