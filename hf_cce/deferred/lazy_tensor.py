@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
 from hf_cce.spec import accumulation_dtype
@@ -124,9 +124,14 @@ def _call_on_values(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         used.append((x, values, version_of(values)))
         return values
 
+    # Collectives write into their first argument, but torch's version counters do not show it
+    is_collective = getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
+    collected = tree_leaves(args[:1]) if is_collective and name not in ("send", "isend", "gather") else []
     args, kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
     result = func(*args, **kwargs)
     for x, values, version in used:
+        if any(x is each for each in collected):
+            torch.autograd.graph.increment_version(values)
         if version != version_of(values):
             followed = x._follow_write(values)
             result = followed if result is values else result

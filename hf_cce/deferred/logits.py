@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_cce.deferred.handlers import CLASS_FIRST, HANDLERS
 from hf_cce.deferred.lazy_tensor import (
@@ -243,8 +243,14 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         written = func._schema.arguments and func._schema.arguments[0].alias_info
         if isinstance(first, LazyLogitsTensor) and written is not None and written.is_write:
             raise NotImplementedError(f"{name} on deferred logits, from C++; use outputs.logits.materialize()")
+        # As in ``_call_on_values``, for collectives that do not ask for ``__torch_function__``
+        collected = tree_leaves(first) if func.namespace == "c10d" and name.endswith("_") else []
         args, kwargs = tree_map_only(LazyLogitsTensor, lambda x: x._materialize_values(name), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for x in collected:
+            if isinstance(x, LazyLogitsTensor):
+                torch.autograd.graph.increment_version(x._materialize_values(name))
+        return result
 
 
 class LazyLogitsInGraph(LazyLogits, TensorProxy):

@@ -701,6 +701,25 @@ def test_ddp(options: Any) -> None:
     assert torch.equal(outputs.logits.argmax(-1), outputs.logits.materialize().argmax(-1))
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("how", ["python", "c++"])
+def test_collective_that_writes_into_logits(how: str) -> None:
+    """With one process, gathering zeros into the logits sets them to zero. A collective that only reads them changes nothing."""
+    outputs, zeros = apply_cce(tiny_llama())(**batch()), torch.zeros(2, 24, 99)
+    logits, part = outputs.logits.detach(), outputs.logits[:, 1:]
+    torch.distributed.all_gather_into_tensor(zeros.clone(), logits)
+    assert torch.equal(part.argmax(-1), logits.argmax(-1)[:, 1:])
+    if how == "python":
+        torch.distributed.all_gather_into_tensor(logits, zeros)
+    else:
+        torch.distributed.group.WORLD._allgather_base(logits, zeros).wait()
+    expected = zeros.logsumexp(-1)
+    for each in (logits, outputs.logits):
+        assert_accurate(each.logsumexp(-1), expected, expected, "logsumexp")
+    with pytest.raises(RuntimeError, match="may share memory"):
+        part.logsumexp(-1)
+
+
 # Hooks on the gradient of the logits, and who retains it
 def by_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
     return model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: see(outputs[0]))
