@@ -35,6 +35,9 @@ from hf_cce.deferred.operations import apply_ops
 from hf_cce.deferred.recipe import Recipe, SharedStorage
 from hf_cce.deferred.training_call import TrainingCall
 
+# Methods that give the address of a tensor to a kernel or another library
+_EXPOSE_MEMORY = {"data_ptr", "numpy", "__array__", "__dlpack__", "__cuda_array_interface__", "untyped_storage"}
+
 
 def lazy_logits(
     hidden_states: Tensor,
@@ -85,7 +88,7 @@ class LazyLogits(LazyTensor):
 
     @property
     def _is_stale(self) -> bool:  # type: ignore[override]
-        return self.shared_storage.is_modified
+        return self.shared_storage.is_modified or self.shared_storage.is_exposed
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.recipe.class_first and name not in CLASS_FIRST:
@@ -196,6 +199,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                     values.scatter_(-1, index.to(values.device), known.to(values.device, values.dtype))
                 storage.values, storage.version = values, values._version
                 self.recipe.aliases.append(storage)
+        storage.is_exposed = storage.is_exposed or why in _EXPOSE_MEMORY
         assert storage.values is not None
         return storage.values
 

@@ -30,6 +30,7 @@ class SharedStorage:
         self.values = values
         self.version = version  # of ``values`` when they were computed
         self.in_graph = in_graph
+        self.is_exposed = False  # a kernel or NumPy has got the address of ``values``, and may write there at any time
         self.known: list[tuple[Tensor, Tensor]] = []  # (token ids [..., K], values that were returned for them)
 
     @property

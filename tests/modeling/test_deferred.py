@@ -767,6 +767,17 @@ def test_other_libraries_get_the_values_or_an_error() -> None:
         _ = logits.__cuda_array_interface__
 
 
+def test_values_written_past_torch_count() -> None:
+    """A kernel or NumPy that has the address of the logits may write there; no version counter shows it."""
+    logits = lazy_logits(*make_inputs())
+    logits.detach().numpy()[..., :7] = -1e4
+    written = logits.materialize().detach().clone()
+    assert (written[..., :7] == -1e4).all()
+    assert_accurate(logits.logsumexp(-1), written.logsumexp(-1), written.double().logsumexp(-1), "logsumexp")
+    gradient = torch.autograd.grad(logits.logsumexp(-1).sum(), logits)[0]
+    assert_accurate(gradient, written.softmax(-1), written.double().softmax(-1), "gradient")
+
+
 def test_autocast_state_of_head_call_counts() -> None:
     """The autocast state at the head's call counts, not the state when the logits are read or the loss is computed."""
     hidden_states, weight, bias = make_inputs()
