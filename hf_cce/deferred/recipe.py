@@ -139,8 +139,9 @@ class Recipe:
         changed = self.versions != tuple(map(version_of, self.leaves))
         may_differ = self.step != OptimizerSteps.taken or (self.call.evaluation and self.call.closed)
         if not changed and self.entries is not None and may_differ:
-            with self.call.unsharded(self.weight):
-                now = some_entries(self.weight)
+            weight = self.leaves[1]  # not self.weight, which may be a part of the vocabulary
+            with self.call.unsharded(weight):
+                now = some_entries(weight)
                 changed = now is not None and not torch.allclose(now, self.entries, rtol=0, atol=0, equal_nan=True)
         if changed:
             raise RuntimeError(CHANGED)
