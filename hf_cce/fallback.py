@@ -89,7 +89,8 @@ def logits_to_gradients(
             torch.gather(f, 1, y[rows], out=label_logit[rows])
         torch.gather(log_p, 1, y[rows], out=label_log_p[rows])
         if has_bias:  # a bias of −inf may mask the label, or id 0 of an ignored one: −inf − (−inf) would be NaN
-            torch.sub(f.amax(1, keepdim=True), log_p.amax(1, keepdim=True), out=lse[rows])
+            top, at = f.max(1, keepdim=True)
+            torch.sub(top, log_p.gather(1, at), out=lse[rows])
         elif spec.z_loss:
             torch.sub(label_logit[rows], label_log_p[rows], out=lse[rows])
         if smoothing:
@@ -402,8 +403,8 @@ def logit_stats(
             log_p = F.log_softmax(f, 1, dtype=acc_dtype)
             label_logit[rows] = f.gather(1, y[rows])
             torch.gather(log_p, 1, y[rows], out=log_prob[rows])
-            # Finite, unlike those of the label, which a bias may mask; amax is faster than argmax.
-            top_logit[rows], top_log_p[rows] = f.amax(1, keepdim=True), log_p.amax(1, keepdim=True)
+            top_logit[rows], at = f.max(1, keepdim=True)  # finite, unlike the label's, which a bias may mask
+            torch.gather(log_p, 1, at, out=top_log_p[rows])
             others = reference.mean_entropy_and_squares(f, log_p, wanted)
             for whole, part in zip((mean, entropy, log_sum_sq), others, strict=True):
                 if part is not None:
