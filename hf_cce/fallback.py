@@ -320,7 +320,9 @@ def token_blocks(
     room = spec.memory_budget
     if sums.grad_weight is not None:
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNED * ALIGNED
-        sums.weight = sums.grad_weight.view(-1).view(acc_dtype)[: fit * d].view(fit, d)
+        # Only a part of the buffer: an odd number of 16-bit entries cannot be viewed as float32.
+        part = sums.grad_weight.view(-1)[: fit * d * acc_dtype.itemsize // dtype.itemsize]
+        sums.weight = part.view(acc_dtype).view(fit, d)
         if fit < v:
             sums.overflow = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
             room = max(room - sums.overflow.nbytes, room // 2)
@@ -430,16 +432,19 @@ def logit_stats_backward(
     (z, top_logit, top_log_p, hidden, chosen), v = kept, x.weight.shape[0]
     labels = x.labels if chosen is None else x.labels[chosen]
     lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
-    sign = torch.ones_like(lse)
+    sign, narrow = torch.ones_like(lse), z.dtype not in FULL_PRECISION
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
-        sign = torch.where(grads.lse < 0, -1.0, sign)
-        # p · |gradient of lse| is one exponential; the sign goes into the products, where it adds no rounding.
-        y, shift = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], lse - grads.lse.abs().log()
-        # More accurate than z − lse, which matters if p(label) is close to 1.
+        # z − top is exact where p matters. z − lse is not, but rounding z to 16 bits had a larger error. There, p · |gradient of
+        # lse| is one exponential, and the sign goes into the products, where it adds no rounding.
+        y, shift = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], top_logit
+        if narrow:
+            shift, sign = lse - grads.lse.abs().log(), torch.where(grads.lse < 0, -1.0, sign)
         p_label = (z.gather(1, y)[:, 0] - top_logit + top_log_p).exp()
         at_label = sign * (p_label * grads.lse + grads.label)
         for rows in chunks(len(z), lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
             torch.exp(z[rows] - shift[rows, None], out=z[rows])
+            if not narrow:
+                z[rows].mul_((top_log_p.exp() * grads.lse)[rows, None])
         z.scatter_(1, y, at_label[:, None].to(z.dtype))
     else:
         for chunk in chunks(len(z), 3 * lse.element_size() * v, _chunk_bytes(z, spec, CHUNK_BYTES)):
