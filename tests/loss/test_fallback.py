@@ -73,6 +73,14 @@ def test_loss_and_gradients(loop: str, options: Options, dtype: torch.dtype, cal
     assert calls == [loop] * 9
 
 
+def test_a_weight_with_an_odd_number_of_entries(loop: str, calls: list[str]) -> None:
+    """Float32 sums of its gradient are in the memory of the 16-bit gradient, which is not a whole number of them."""
+    for v in (1, 33):
+        inputs, labels = make_inputs(70, 7, v, torch.bfloat16)
+        check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, PLAIN, torch.bfloat16, f"{loop} {v}")
+    assert calls == [loop] * 2
+
+
 @pytest.mark.usefixtures("calls")
 def test_z_loss_with_a_bias_of_minus_infinity_at_id_0() -> None:
     """The label of ignored rows counts as 0."""
@@ -236,6 +244,26 @@ def test_gradients_of_nearly_certain_tokens(options: dict[str, float], dtype: to
         plain = [gradients(by, dtype, torch.randperm(65, generator=generator)) for _ in range(8)]
         for ours, *baselines, true in zip(gradients(by, dtype), *plain, exact, strict=True):
             assert_accurate(ours, baselines, true, f"{options} {by}")
+
+
+def test_gradients_of_wrong_tokens_with_large_logits() -> None:
+    """The most likely entry has p = 1 and is not the label; logit minus logsumexp would be rounded to a multiple of 1e-4."""
+    weight = torch.randn(99, 16, generator=torch.Generator().manual_seed(0))
+    hidden, labels = weight[:40] * 75, torch.arange(1, 41)
+
+    def gradients(ours: bool, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        log_p = (
+            linear_log_probs(*leaves, labels, entropy=True).log_probs
+            if ours
+            else -F.cross_entropy(F.linear(*leaves), labels, reduction="none")
+        )
+        return list(torch.autograd.grad(log_p.mean(), leaves))
+
+    assert F.linear(hidden, weight).amax() > 1000
+    assert_all_accurate(
+        gradients(True, torch.float32), gradients(False, torch.float32), gradients(False, torch.float64)
+    )
 
 
 def test_dispatch_by_dtype_and_size() -> None:
