@@ -244,7 +244,7 @@ def token_losses(
     contain.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
-    z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), False))
+    z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), triton=False))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = (
@@ -329,7 +329,7 @@ def token_blocks(
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
     block = block or tokens_per_block(n, v, dtype, on_cpu, room)
-    slab = empty_logits(hidden, v, min(block, n), to_gradients is not None)
+    slab = empty_logits(hidden, v, min(block, n), triton=to_gradients is not None)
     for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
         h = hidden[rows]
@@ -388,9 +388,9 @@ def logit_stats(
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     keeps = any(spec.needs)
     block = max(1, n) if keeps else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
-    slab, y = empty_logits(hidden, v, min(block, n), False), labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
-    empty = (torch.empty((n, 1), dtype=acc_dtype, device=hidden.device) for _ in range(4))
-    label_logit, log_prob, top_logit, top_log_p = empty
+    slab = empty_logits(hidden, v, min(block, n), triton=False)
+    y = labels.masked_fill(labels == spec.ignore_index, 0)[:, None]
+    label_logit, log_prob, top_logit, top_log_p = slab.new_empty((4, n, 1), dtype=acc_dtype)
     mean, entropy, log_sum_sq = (log_prob.new_empty(n if each else 0) for each in wanted[:3])
     copies = 2 + 3 * wanted.entropy + wanted.log_sum_sq  # as many float arrays [n, V] exist at once
     for start in range(0, n, block):
@@ -434,8 +434,8 @@ def logit_stats_backward(
     lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
     sign, narrow = torch.ones_like(lse), z.dtype not in FULL_PRECISION
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
-        # z − top is exact where p matters. z − lse is not, but rounding z to 16 bits had a larger error. There, p · |gradient of
-        # lse| is one exponential, and the sign goes into the products, where it adds no rounding.
+        # z − top is exact where p matters, z − lse is not. In 16 bits, where z itself is less exact, p · |gradient of lse| is
+        # therefore computed as one exponential; the sign goes into the products, where it adds no rounding.
         y, shift = labels.masked_fill(labels == spec.ignore_index, 0)[:, None], top_logit
         if narrow:
             shift, sign = lse - grads.lse.abs().log(), torch.where(grads.lse < 0, -1.0, sign)
