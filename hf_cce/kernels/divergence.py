@@ -60,6 +60,12 @@ def weighted(p, x):
 
 
 @triton.jit
+def log_mixture(ps, pt, beta):
+    """Return log((1 − β) p_student + β p_teacher), finite also where a product underflows and its p does not."""
+    return tl.log(tl.maximum((1.0 - beta) * ps + beta * pt, 1.2e-38))
+
+
+@triton.jit
 def _store_means(zs, zt, out, in_rows, tile_lse, tile_teacher_lse, tile_gap, tile_expectation, KIND: tl.constexpr):
     """Write the logsumexps of a tile, and the means under the softmax over the tile."""
     top = tl.max(zs, 1)
@@ -90,8 +96,7 @@ def slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
     elif KIND == 1:
         found = weighted(ps, log_ps - log_pt - offset)
     else:
-        log_m = tl.log((1.0 - beta) * ps + beta * tl.exp(log_pt))
-        found = (1.0 - beta) * weighted(ps, log_ps - log_m - offset)
+        found = (1.0 - beta) * weighted(ps, log_ps - log_mixture(ps, tl.exp(log_pt), beta) - offset)
     return found
 
 
@@ -188,7 +193,7 @@ def _pair_kernel(
         if KIND == 2:
             log_ps, log_pt = zs - row_lse[:, None], zt - row_teacher_lse[:, None]
             ps, pt = tl.exp(log_ps), tl.exp(log_pt)
-            log_m = tl.log((1.0 - beta) * ps + beta * pt)
+            log_m = log_mixture(ps, pt, beta)
             student = tl.sum(weighted(ps, log_ps - log_m), 1)
             teacher = tl.sum(weighted(pt, log_pt - log_m), 1)
             tl.store(tile_divergence + tile, (1.0 - beta) * student + beta * teacher, mask=in_rows)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import kind_of, slope, weighted
+from hf_cce.kernels.divergence import kind_of, log_mixture, slope, weighted
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launch_config import ceil_div, make_plan, operand
 from hf_cce.kernels.launcher import Kernel
@@ -92,7 +92,7 @@ def _row_divergence_kernel(
         log_pt = _log_probs(t_start, t_by, cols, vocab_size, teacher_logit_scale, teacher_softcap, t_top, t_log_total)
         ps, pt = tl.exp(log_ps), tl.exp(log_pt)
         if KIND == 2:
-            log_m = tl.log((1.0 - beta) * ps + beta * pt)
+            log_m = log_mixture(ps, pt, beta)
         if KIND != 0:
             student += weighted(ps, log_ps - (log_pt if KIND == 1 else log_m))
         if KIND != 1:

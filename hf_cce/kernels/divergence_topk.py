@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import kind_of, weighted
+from hf_cce.kernels.divergence import kind_of, log_mixture, weighted
 from hf_cce.kernels.divergence_rows import factor_and_stride
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
@@ -39,7 +39,7 @@ def _terms(log_ps, log_pt, beta, KIND: tl.constexpr):
         terms = weighted(ps, log_ps - log_pt)
         derivatives = terms
     else:
-        log_m = tl.log((1.0 - beta) * ps + beta * pt)
+        log_m = log_mixture(ps, pt, beta)
         derivatives = (1.0 - beta) * weighted(ps, log_ps - log_m)
         terms = derivatives + beta * weighted(pt, log_pt - log_m)
     return terms, derivatives

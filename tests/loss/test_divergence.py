@@ -206,6 +206,23 @@ def test_teacher_logits_of_minus_infinity_or_hundreds(case: Case, dtype: torch.d
     check(case, dtype, ruled_out=logit)
 
 
+@pytest.mark.parametrize("implementation", ["rows", "triton", "triton rows"])
+@pytest.mark.parametrize("beta", [0.5, 0.9])
+@pytest.mark.parametrize("form", ["head", "logits"])
+def test_probabilities_whose_share_of_the_mixture_underflows(
+    form: str, beta: float, config: CCEConfig, device: str
+) -> None:
+    """Log-probabilities fall to −130: (1 − β) p underflows for some of the student's that do not."""
+    case, x = Case("jsd", form=form, beta=beta), make_inputs(Case(), torch.float32, device)
+    x.hidden, x.weight = torch.ones(2, 10, 1, device=device), torch.linspace(0.0, -130.0, 131, device=device)[:, None]
+    x.teacher_hidden, x.teacher_weight = x.hidden, 2.0 * x.weight
+    actual = outcome(x, lambda *leaves: fused_divergence(x, leaves, case, config))
+    baseline, exact = (
+        outcome(x, lambda *leaves: plain_divergence(x, leaves, case), t) for t in (torch.float32, torch.float64)
+    )
+    assert_all_accurate(actual, baseline, exact)
+
+
 @pytest.mark.parametrize("implementation", ["rows", "triton rows"])
 @pytest.mark.parametrize("tail", ["lump", "renormalize"])
 def test_padding_of_a_top_k_teacher_changes_nothing(case: Case, tail: str, config: CCEConfig, device: str) -> None:
