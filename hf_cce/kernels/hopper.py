@@ -168,8 +168,8 @@ def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr, STORE_N: gl.
 def _consumer(
     h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
-    STAT_N: gl.constexpr, WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
+    STAT_N: gl.constexpr, MASKED: gl.constexpr, WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -192,20 +192,24 @@ def _consumer(
         if label_logit is not None:
             at_label = gl.load(label_logit + rows, mask=in_rows, other=0.0)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, ACC)
+        if MASKED:
+            # Products beyond the vocabulary are zero, so these logits stay at −inf. Masking them in a branch after the product
+            # would double the compile time.
+            inside = (col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC)) < vocab_size)[None, :]
+            acc = gl.where(inside, acc, float("-inf"))
         z, stage, phase = _multiply(
             acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP, ROWS, BLOCK_K, STAGES
         )
         if logit_scale is not None:
             z *= logit_scale
+            if MASKED:  # the scale may be zero or negative
+                z = gl.where(inside, z, float("-inf"))
         if grad_lse is not None:
             valid = label != ignore_index
             value = gl.exp(z - gl.where(valid, row_lse, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
             if logit_scale is not None:
                 value *= logit_scale
         else:
-            if col + BLOCK_N > vocab_size:
-                cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC))
-                z = gl.where((cols < vocab_size)[None, :], z, float("-inf"))
             e, top = _tile_statistics(
                 z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, STAT_N, ROWS, BLOCK_N,
             )  # fmt: skip
@@ -248,6 +252,7 @@ def _hopper_tiles_kernel(
     ignore_index,
     logit_scale,
     STAT_N: gl.constexpr,
+    MASKED: gl.constexpr,  # a tile of statistics may reach beyond the vocabulary
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -273,12 +278,12 @@ def _hopper_tiles_kernel(
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, STAT_N, 0, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, MASKED, 0, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
             )),
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, STAT_N, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, MASKED, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
             )),
             (_producer, (
                 hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
@@ -329,11 +334,12 @@ def launch(
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
+    masked = grads is None and (start % BLOCK_N > 0 or v % BLOCK_N > 0)
     sms = num_sms(inputs.hidden)
     _hopper_tiles_kernel[(min(sms, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
         tma_descriptor(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), tma_descriptor(inputs.weight, BLOCK_N, shapes["BLOCK_K"]),
         label.active, None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
         None if out is None else tma_descriptor(out, BLOCK_M // 2, shapes["STORE_N"]),
         16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n), n, v, start, stop - start, d,
-        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, **shapes, num_warps=4,
+        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, **shapes, num_warps=4,
     )  # fmt: skip
