@@ -25,17 +25,18 @@ from hf_cce.kernels.labels import LabelLogits, label_logits
 pytestmark = pytest.mark.gpu
 IGNORE = -100
 SCALED = Options(logit_scale=0.7, z_loss=1e-2)
-# No size is a multiple of its block: 128 tokens per block, 256 columns per tile, and steps along the hidden dimension.
+# Only the last has whole blocks: of 128 tokens, of 256 columns, and of steps along the hidden dimension.
 SIZES = [(1, 64, 99), (129, 96, 257), (700, 1000, 1003), (2048, 64, 4099), (1100, 4096, 3001), (300, 768, 50257)]
 SIZES += [(8192, 64, 600), (8400, 64, 1003)]  # 64 row blocks, which share weight tiles, and a few more
+SIZES += [(256, 768, 1024)]
 
 
-def _case(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
+def _case(n: int, d: int, v: int, dtype: torch.dtype, scale: float = 0.5) -> tuple[LogitInputs, plan.Plan, LabelLogits]:
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, "cuda", logit_std=4.0)
     labels = torch.where(labels < 0, IGNORE, labels)
     labels[128:384] = IGNORE  # whole blocks
     shapes = plan.make_plan(hidden, weight)
-    inputs = LogitInputs(hidden, weight, None, labels, IGNORE, 0.5, 0.0)
+    inputs = LogitInputs(hidden, weight, None, labels, IGNORE, scale, 0.0)
     label = label_logits(inputs, shapes, 128)
     assert label.active is not None and label.active.tolist() == [int((x != IGNORE).any()) for x in labels.split(128)]
     return inputs, shapes, label
@@ -54,9 +55,11 @@ def hopper() -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("n", "d", "v"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["stats", "ratio", "stored"])
-def test_statistics_equal_those_of_the_general_kernel(n: int, d: int, v: int, dtype: torch.dtype, kind: str) -> None:
-    inputs, shapes, label = _case(n, d, v, dtype)
+@pytest.mark.parametrize(("kind", "scale"), [("stats", 0.5), ("ratio", 1.0), ("ratio", -0.5), ("stored", 1.0)])
+def test_statistics_equal_those_of_the_general_kernel(
+    n: int, d: int, v: int, dtype: torch.dtype, kind: str, scale: float
+) -> None:
+    inputs, shapes, label = _case(n, d, v, dtype, scale)
     hidden, labels = inputs.hidden, inputs.labels
     assert shapes.hopper
     tiles = -(-v // shapes.block_n)
