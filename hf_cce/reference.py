@@ -80,7 +80,8 @@ def zero_if_all_ignored(grad: Tensor, labels: Tensor, spec: LossSpec) -> Tensor:
 def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> tuple[Tensor | None, ...]:
     """Return mean logit, entropy and log Σ p² [N] of logits ``z`` [N, V] with log-probabilities ``log_p``, None if not wanted."""
     return (
-        z.mean(1, dtype=log_p.dtype) if wanted.mean else None,
+        # The gradient of a mean would be a tensor [N, V] of its own.
+        z.sum(1, dtype=log_p.dtype) / z.shape[1] if wanted.mean else None,
         # With p = 0, p · log p would be 0 · (−inf) = NaN.
         -(log_p.exp() * log_p.clamp(min=-1e30)).sum(1) if wanted.entropy else None,
         log_p.detach().exp().square_().sum(1).log_() if wanted.log_sum_sq else None,

@@ -236,8 +236,9 @@ class FullLogits(Strategy):
             log_p, x.labels, None, _MEAN_REDUCTION if mean else _SUM_REDUCTION, index
         )
         if smoothing:
-            others = log_p.mean(1).masked_fill(x.labels == index, 0.0).sum()
-            total = torch.sub((1 - smoothing) * total, others / items if mean else others, alpha=smoothing)
+            # A sum, since the gradient of a mean is a tensor [N, V] of its own
+            others = log_p.sum(1).masked_fill(x.labels == index, 0.0).sum()
+            total = torch.sub((1 - smoothing) * total, others / items if mean else others, alpha=smoothing / z.shape[1])
         if spec.z_loss:
             squares = z.logsumexp(1).masked_fill(x.labels == index, 0.0).square().sum()
             total = torch.add(total, squares / items if mean else squares, alpha=spec.z_loss)
