@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class _Entry(NamedTuple):
     call: TrainingCall | None  # None: use the head's own forward
     previous_entry: Any = None  # the entry of the call that this one interrupts
     keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
+    thread: int | None = None  # that runs the call; None in a graph
 
 
 # Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
@@ -203,9 +205,10 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     previous_entry = None if compiling else head.__dict__.get(STATE)
     if previous_entry is None and getattr(model, "_is_replica", False):
         _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
+    outer_entry = None if compiling else _current_entry(head)
     # The outer model computes the loss
-    if previous_entry is not None and previous_entry.call is not None and previous_entry.call.owner is not state:
-        _install_forward(model, state, head, _Entry(previous_entry.call, previous_entry))
+    if outer_entry is not None and outer_entry.call is not None and outer_entry.call.owner is not state:
+        _install_forward(model, state, head, _Entry(outer_entry.call, previous_entry))
         return
     training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
@@ -253,10 +256,20 @@ def _label_groups(groups: Any, kwargs: dict[str, Any], config: CCEConfig) -> tup
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
     """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
-    if not torch.compiler.is_compiling() and head.__dict__.get(STATE) is None:
-        entry = entry._replace(keeps_forward=_is_deferring_forward(head.__dict__.get("forward")))
+    if not torch.compiler.is_compiling():
+        keeps = head.__dict__.get(STATE) is None and _is_deferring_forward(head.__dict__.get("forward"))
+        entry = entry._replace(keeps_forward=keeps, thread=threading.get_ident())
     head.forward = _forward_of(model, state, head)
     setattr(head, STATE, entry)
+
+
+def _current_entry(head: nn.Module) -> _Entry | None:
+    """Return the entry of the call that this thread runs, or None. Results of two threads must not share a call."""
+    entry = head.__dict__.get(STATE)
+    if not torch.compiler.is_compiling():
+        while entry is not None and entry.thread not in (None, threading.get_ident()):
+            entry = entry.previous_entry
+    return entry
 
 
 def _foreign_forward(head: nn.Module) -> Any:
@@ -295,7 +308,7 @@ def _deferring_forward(head: Any, foreign: Any, hidden_states: Any = None, *args
     """Return the deferred output of the head's own forward, or of a ``foreign`` one, such as accelerate's."""
     if hidden_states is None and "input" in kwargs:  # the argument's name in torch.nn.Linear
         hidden_states = kwargs.pop("input")
-    entry = head.__dict__.get(STATE)
+    entry = _current_entry(head)
     call = None if entry is None else entry.call
     if call is not None and not (call.evaluation or torch.is_grad_enabled()):
         call.without_gradients, call = True, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cce import apply_cce, remove_cce
+from hf_cce.deferred.logits import LazyLogits
 
 
 class SelfDistillation(LlamaForCausalLM):
@@ -200,6 +203,26 @@ def test_training_continues_after_ctrl_c(inner: bool) -> None:
     ids = batch()["input_ids"]
     assert torch.equal(patched.eval()(ids).logits, plain.eval()(ids).logits)
     assert set(vars(remove_cce(patched).lm_head)) == before
+
+
+def test_calls_of_two_threads_are_separate() -> None:
+    """Results that share a call would also share what the backward pass needs, and lose a part of their gradients."""
+    plain, patched = twins()
+    both = threading.Barrier(2)
+
+    def wait(*_: Any) -> None:
+        both.wait(60)
+
+    patched.model.norm.register_forward_pre_hook(wait)  # both have called the model
+    patched.lm_head.register_forward_hook(wait)  # both have called the head
+    halves = batch()["input_ids"].split(1)
+    with ThreadPoolExecutor(2) as pool:
+        logits = list(pool.map(lambda ids: patched(input_ids=ids).logits, halves))
+    assert all(isinstance(each, LazyLogits) for each in logits)
+    assert logits[0].recipe.call is not logits[1].recipe.call
+    sum(each.logsumexp(-1).mean() for each in logits).backward()
+    sum(plain(input_ids=ids).logits.logsumexp(-1).mean() for ids in halves).backward()
+    torch.testing.assert_close(patched.lm_head.weight.grad, plain.lm_head.weight.grad)
 
 
 def clamped(output: Any) -> Any:
