@@ -520,21 +520,24 @@ class RecordedOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        saved, meta, create_graph = ctx.saved_tensors, ctx.meta, torch.is_grad_enabled()
+        meta, create_graph = ctx.meta, torch.is_grad_enabled()
         recipe, op = ctx.recipe, ctx.op
         storage: Any = None if recipe is None else ctx.storage()
+        source, *operands = (None,) if recipe is None else ctx.saved_tensors
+        if not create_graph:
+            source = None  # it leads to logits whose gradient may keep ``vjp``: a reference cycle
 
         def vjp(grad: Tensor) -> Tensor:
             with torch.enable_grad():
-                if not saved:  # linear: the same gradient at every point
+                if recipe is None:  # linear: the same gradient at every point
                     x = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape).requires_grad_()
                 elif create_graph:
-                    if not isinstance(saved[0], LazyTensor):  # modified in place, so autograd returns the real tensor
+                    if not isinstance(source, LazyTensor):  # modified in place, so autograd returns the real tensor
                         raise RuntimeError(MODIFIED)
-                    x = saved[0]._materialize("a second derivative")
+                    x = source._materialize("a second derivative")
                 else:
                     known = storage is not None and storage.values is not None and not storage.is_modified
-                    values = storage.values if known else recipe.with_operands(*saved[1:]).build()
+                    values = storage.values if known else recipe.with_operands(*operands).build()
                     x = values.detach().requires_grad_()
                 return torch.autograd.grad(op(x), x, grad, create_graph=create_graph)[0]
 

@@ -670,6 +670,20 @@ def test_backward_frees_graph(loss_of: Loss, token_stats: bool) -> None:
         loss.backward()
 
 
+def test_gradient_kept_by_logits_without_a_graph_is_no_reference_cycle() -> None:
+    """A checkpoint with use_reentrant=True detaches its inputs in the same way."""
+    logits = apply_cce(tiny_llama())(input_ids=batch()["input_ids"]).logits.detach().requires_grad_()
+    logits[:, 1:].log_softmax(-1).gather(-1, INDEX[:, 1:]).mean().backward()
+    assert isinstance(logits.grad, LazyGrad)
+    kept = weakref.ref(logits)
+    gc.disable()
+    try:
+        del logits
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_utilities_of_accelerate() -> None:
     utils = pytest.importorskip("accelerate.utils")
