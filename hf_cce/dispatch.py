@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
@@ -33,7 +32,6 @@ from hf_cce.strategies import (
     Strategy,
     TokenLosses,
     compile_failures,
-    validate_labels,
 )
 
 # Minimum compute capability for implementation="auto" and for implementation="triton". The kernels compile for a T4 (7.5), but
@@ -399,11 +397,6 @@ def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSt
         return dispatch_fused(x, spec, divisor, state)
     triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
     return Recompute(spec, divisor, triton)
-
-
-def loss_factor(x: Inputs, spec: LossSpec, divisor: Divisor) -> Tensor:
-    """Check the labels and return the scalar that the summed loss is multiplied by."""
-    return validate_labels(x.labels, spec, x.weight.shape[0], divisor, False)
 
 
 def _build_strategy(strategy: str, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:

@@ -17,7 +17,8 @@ from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
 from hf_cce.reference import token_losses
-from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, WantedStats
+from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
+from hf_cce.strategies import SUM, validate_labels
 
 Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0: no softcap)
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -124,7 +125,7 @@ def linear_cross_entropy(
     loss = token_losses(*_statistics(is_sharded, x, spec, wanted, z_loss > 0, None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
-    return loss.sum() * dispatch.loss_factor(x, spec, divisor).to(loss.dtype)
+    return loss.sum() * validate_labels(x, spec, divisor).to(loss.dtype)
 
 
 def linear_log_probs(
@@ -223,7 +224,7 @@ def _statistics(
     """Return the same as ``ops.statistics``; ``is_top1`` is empty if the vocabulary is sharded."""
     if not is_sharded:
         return ops.statistics(x, spec, wanted, with_lse, filter_state)
-    dispatch.loss_factor(x, spec, Divisor(number=1.0))  # checks the labels
+    validate_labels(x, spec, SUM)
     stats = sharded.logit_stats(x, spec, wanted)
     return stats.lse - stats.label_logit, stats
 

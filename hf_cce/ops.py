@@ -7,7 +7,7 @@ several times the host time of a small batch's kernels.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,19 +41,15 @@ from hf_cce.strategies import (
 AUTO = -1.0  # stands for gradient_filter="auto" in a float argument
 
 
-def compute_context(x: Tensor) -> AbstractContextManager[Any]:
+def compute_context(x: Tensor) -> ExitStack:
     """Disable autocast, which would cast accumulators, and make the device of ``x`` current, which Triton launches on.
 
     Each is entered only if it changes something, because entering costs microseconds of host time.
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    if not autocast and not elsewhere:
-        return nullcontext()
     stack = ExitStack()
-    if autocast:
+    if torch.is_autocast_enabled(x.device.type):
         stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    if elsewhere:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
         stack.enter_context(torch.cuda.device(x.device))
     return stack
 

@@ -79,13 +79,13 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
     return compute(False)
 
 
-def validate_labels(labels: Tensor, spec: LossSpec, v: int, divisor: Divisor, triton: bool) -> Tensor:
+def validate_labels(x: Inputs, spec: LossSpec, divisor: Divisor, triton: bool = False) -> Tensor:
     """Check the labels and return the scalar, on the device, that the summed loss is multiplied by.
 
     Raises:
         ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronizing.
     """
-    index = spec.ignore_index
+    labels, index, v = x.labels, spec.ignore_index, x.weight.shape[0]
     ok, factor = implementation(triton).validate_labels(labels, index, v, divisor)
     if ok.is_cuda:
         torch._assert_async(ok, f"hf_cce: labels must lie in [0, {v}) or equal ignore_index={index}")
@@ -187,7 +187,7 @@ class Strategy:
 
     def factor(self, x: Inputs) -> Tensor:
         """Check the labels and return the factor on the summed loss."""
-        return validate_labels(x.labels, self.spec, x.weight.shape[0], self.divisor, self.triton)
+        return validate_labels(x, self.spec, self.divisor, self.triton)
 
 
 class FullLogits(Strategy):
