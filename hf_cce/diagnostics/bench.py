@@ -88,10 +88,7 @@ def time_interleaved(
 
 
 def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None:
-    """Return the peak of ``step`` in MiB above the memory in use and the gradients of ``leaves``, None if unknown.
-
-    On a CPU this is the memory of the whole process, accurate to some tenths of a MiB.
-    """
+    """Return the peak of ``step`` in MiB above the memory in use and the gradients of ``leaves``, None if unknown."""
     leaves = list(leaves)
     added = machine.watch_memory(leaves[0].device)
     step()
@@ -103,11 +100,7 @@ def extra_mib(step: Callable[[], Any], leaves: Iterable[Tensor]) -> float | None
 
 
 def measure(problem: Inputs, losses: dict[str, Loss], repeats: int, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Measure forward and backward of all losses, taking turns.
-
-    Returns:
-        By loss: "ms" (median), "ms_spread" (least, most), "extra_mib" (see ``extra_mib``); or {"failed": why}.
-    """
+    """Measure forward and backward of all losses, taking turns. "ms" is the median, "ms_spread" is (least, most)."""
     hidden, weight = (x.detach().requires_grad_() for x in (problem.hidden, problem.weight))
 
     def step(loss: Loss) -> None:

@@ -51,9 +51,6 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
     """Build a model of ``config`` with two layers, two heads and few experts; vocabulary size and head dimension stay.
 
     A model without attention heads only gets fewer layers.
-
-    Raises:
-        ValueError: the configuration is not valid with these sizes.
     """
     try:
         text = config.get_text_config()
@@ -195,11 +192,9 @@ def _train(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: torch.cat(values) for name, values in groups.items()}}
 
 
+@torch.no_grad()
 def _evaluate(model: Any, inputs: dict[str, Any]) -> Tensor:
-    model.eval()
-    with torch.no_grad():
-        logits: Tensor = model(**inputs).logits
-    return logits
+    return model.eval()(**inputs).logits
 
 
 def _errors(results: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:

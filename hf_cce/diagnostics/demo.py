@@ -52,10 +52,7 @@ class Settings:
 
 
 def text_tokens(vocabulary: int) -> tuple[Tensor, int]:
-    """Return source code as token ids, and the vocabulary size of a byte-level BPE tokenizer that is trained on it.
-
-    A short text gives fewer entries than ``vocabulary``.
-    """
+    """Return source code as token ids, and the size of a byte-level BPE tokenizer trained on it, at most ``vocabulary``."""
     from tokenizers import ByteLevelBPETokenizer
 
     files = sorted(p for p in Path(sysconfig.get_path("stdlib")).rglob("*.py") if "site-packages" not in p.parts)
@@ -116,14 +113,9 @@ class Run:
 
 
 def train_both(settings: Settings, progress: Progress = lambda what: None) -> dict[str, Any]:
-    """Train without and with CCE, taking turns, and compare.
+    """Train without and with CCE, taking turns, and return a JSON-ready report.
 
-    Returns:
-        A JSON-ready report. "plain" and "cce" have the losses, the seconds of each step after the first, "step_bytes" (memory
-        that a step adds to weights and optimizer state, None if it cannot be measured), and the shape of logits in evaluation.
-
-    Raises:
-        ValueError: the text is too short for one sequence.
+    In "plain" and "cce", "step_bytes" is the memory that a step adds to weights and optimizer state, None if unknown.
     """
     began, settings = time.perf_counter(), settings.resolved()
     assert settings.steps and settings.batch and settings.sequence

@@ -36,11 +36,7 @@ class Check(NamedTuple):
 
 
 def diagnose(progress: Progress = lambda what: None) -> dict[str, Any]:
-    """Run every check; ``progress`` is told what runs.
-
-    Returns:
-        "ok", "checks" (fields of ``Check``) and "implementations" (what runs by device and dtype), JSON-ready.
-    """
+    """Run every check; return a JSON-ready report, whose "implementations" say what runs by device and dtype."""
     checks = [Check("python", OK, f"{platform.python_version()} ({platform.system()}, {platform.machine()})")]
     choices: list[dict[str, str]] = []
     progress("packages")

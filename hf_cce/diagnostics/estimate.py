@@ -188,10 +188,9 @@ def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
     raise ValueError(f"{name}: cannot build a causal LM from this configuration: {why}")
 
 
-def _add_adapters(lm: Any, rank: int) -> list[Tensor]:
+def _add_adapters(lm: Any, head: Any, rank: int) -> list[Tensor]:
     """Freeze ``lm`` and add adapters to all its linear layers but the head; return the weights of these layers."""
     lm.requires_grad_(False)
-    head = lm.get_output_embeddings()
     adapted = [x for x in lm.modules() if isinstance(x, torch.nn.Linear) and x is not head]
     for layer in adapted:
         layer.down = torch.nn.Linear(layer.in_features, rank, bias=False, dtype=torch.float32)
@@ -206,16 +205,12 @@ def _adapt(layer: Any, args: tuple[Tensor], result: Tensor) -> Tensor:
 
 
 def _describe_model(name: str, lm: Any, lora: LoRA | None) -> Model:
-    """Add adapters to ``lm`` unless ``lora`` is None, and return its sizes.
-
-    Raises:
-        ValueError: ``lm`` has no LM head.
-    """
+    """Add adapters to ``lm`` unless ``lora`` is None, and return its sizes."""
     head = lm.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name}: {type(lm).__name__} has no LM head")
     (vocabulary, hidden), parameters = head.weight.shape, sum(p.numel() for p in lm.parameters())
-    adapted = [] if lora is None else _add_adapters(lm, lora.rank)
+    adapted = [] if lora is None else _add_adapters(lm, head, lora.rank)
     packed = adapted if lora is not None and lora.four_bit else []
     sizes = {p: p.numel() * p.element_size() for p in lm.parameters()}
     return Model(

@@ -178,8 +178,7 @@ def compare(
     exact = with_full_logits(inputs.to(exact_device), case, torch.float64)
 
     def errors(found: dict[str, Tensor]) -> dict[str, float]:
-        scale = LOSS_SCALE.get(dtype, 1.0)
-        scales = {name: scale if name.startswith("∂") else 1.0 for name in exact}
+        scales = {name: LOSS_SCALE.get(dtype, 1.0) if name.startswith("∂") else 1.0 for name in exact}
         return {name: relative_error(found[name].to(right) / scales[name], right) for name, right in exact.items()}
 
     full_logits = errors(with_full_logits(inputs, case, dtype))
@@ -209,12 +208,7 @@ def gradcheck(
     progress: Progress = lambda what: None,
     cases: tuple[Case, ...] = CASES,
 ) -> dict[str, Any]:
-    """Compare everything that ``device`` can compute; ``progress`` is told what runs.
-
-    Returns:
-        A JSON-ready report: "ok", "rows" (relative errors of full logits and of hf_cce, and the allowed error), "notes" (what
-        could not be compared, and why).
-    """
+    """Compare everything that ``device`` can compute; return a JSON-ready report, whose "notes" say what was left out."""
     notes: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:

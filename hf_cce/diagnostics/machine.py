@@ -105,11 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def checked_device(name: str | None) -> torch.device:
-    """Return the device called ``name``; for None the first NVIDIA GPU, else Apple's GPU, else the CPU.
-
-    Raises:
-        ValueError: torch cannot use this device here.
-    """
+    """Return the device called ``name``; for None the first NVIDIA GPU, else Apple's GPU, else the CPU."""
     try:
         mps = torch.backends.mps.is_available()
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"))
@@ -133,10 +129,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use since the process began, or since ``reset_peak_memory``.
-
-    These are bytes of the GPU's allocator, or on a CPU of the whole process (Linux only).
-    """
+    """Return the most bytes of a GPU's allocator, or of the process (Linux only), since ``reset_peak_memory`` or the start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text("utf-8"), re.MULTILINE)

@@ -19,15 +19,10 @@ UNTRIED = "hf_cce has not been tested on GPUs below compute capability 8.0, such
 
 @dataclass(frozen=True)
 class Setup:
-    """The device and dtype that a notebook runs with.
-
-    Args:
-        device: device of all tensors.
-        dtype: dtype of autocast: bfloat16 on a GPU, float16 on one below compute capability 8.0, float32 on a CPU.
-    """
+    """The device and dtype that a notebook runs with."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of autocast
 
     def autocast(self) -> torch.autocast:
         """Return autocast in ``dtype``; disabled for float32."""
@@ -41,17 +36,11 @@ class Setup:
 
 @dataclass
 class Measured:
-    """Memory and times of some steps.
-
-    Args:
-        device: device of the steps.
-        extra: the most bytes that a step added to the memory in use before it; None if they cannot be measured.
-        seconds: duration of each step.
-    """
+    """Memory and times of some steps."""
 
     device: torch.device
-    extra: int | None = None
-    seconds: list[float] = field(default_factory=list)
+    extra: int | None = None  # the most bytes that a step added to the memory in use before it; None if unknown
+    seconds: list[float] = field(default_factory=list)  # of each step
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -66,11 +55,7 @@ class Measured:
 
 
 def begin(dtype: torch.dtype | None = None) -> Setup:
-    """Print device, dtype, implementation of the loss and what to expect of it.
-
-    Args:
-        dtype: dtype to use; None: the default for training on this device.
-    """
+    """Print device, dtype (by default the one for training on this device), implementation of the loss and what to expect."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or machine.default_dtype(device)
     found = explain_dispatch(*LOSS, dtype, device)

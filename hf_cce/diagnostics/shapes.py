@@ -74,11 +74,7 @@ def is_model_type(name: str) -> bool:
 
 
 def config_named(name: str) -> Any:
-    """Return the configuration of a known shape, a model type, a folder, a config.json, or a model on the hub.
-
-    Raises:
-        ValueError: there is none of this name, or it cannot be read.
-    """
+    """Return the configuration of a known shape, a model type, a folder, a config.json, or a model on the hub."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if name.lower() in SHAPES:
@@ -105,11 +101,7 @@ def config_named(name: str) -> Any:
 
 
 def auto_class(name: str, config: Any) -> Any:
-    """Return the class of Transformers that builds the language model of ``config``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of Transformers that builds the language model of ``config``."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
