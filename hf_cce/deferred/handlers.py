@@ -332,14 +332,13 @@ def _loss(
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
-    reduction: str = "mean",
+    reduction: Any = "mean",
     **smoothing: Any,
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    ``F.nll_loss`` of the log_softmax of logits [N, V] is the same. Probabilities as targets, class weights with label smoothing,
-    and logits without a closed form need full logits. If every label is ignored, the fused mean is zero, or NaN in evaluation;
-    torch's is NaN.
+    ``F.nll_loss`` of log_softmax is the same. Probabilities as targets, and class weights with label smoothing, need full logits.
+    If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
     found = _meaning_of(x, "z" if name == "cross_entropy" else "log p")
@@ -364,18 +363,19 @@ def _loss(
         if sums is not None:
             found = linear_log_probs(**arguments, entropy=True, is_top1=True)
             sums.add(labels, ignore_index, found, call.loss_groups)
-            return (_weighted(-found.log_probs, labels, reduction, ignore_index, weight),)
-        if is_one_of_many(r) and not smooth:
-            ids = labels.masked_fill(labels == ignore_index, NO_LABEL)
-            return (_weighted(-compute_log_probs(r, ids).log_probs, labels, reduction, ignore_index, weight),)
-        first: Any = reduction if weight is None else "none"
-        loss = linear_cross_entropy(**arguments, reduction=first, **smoothing)
-        return (loss if weight is None else _weighted(loss, labels, reduction, ignore_index, weight),)
+            losses = -found.log_probs
+        elif is_one_of_many(r) and not smooth:
+            losses = -compute_log_probs(r, labels.masked_fill(labels == ignore_index, NO_LABEL)).log_probs
+        elif weight is None:
+            return (linear_cross_entropy(**arguments, reduction=reduction, **smoothing),)
+        else:
+            losses = linear_cross_entropy(**arguments, reduction="none")
+        return (_weighted(losses, labels, reduction, ignore_index, weight),)
 
     def native(z: Tensor) -> tuple[Tensor]:
         labels, z = target.to(z.device), z.to(accumulation_dtype(z.dtype))
-        loss = getattr(F, name)(z, labels, ignore_index=ignore_index, reduction="none", **smoothing)
-        return (_weighted(loss, labels, reduction, ignore_index, weight),)
+        losses = getattr(F, name)(z, labels, ignore_index=ignore_index, reduction="none", **smoothing)
+        return (_weighted(losses, labels, reduction, ignore_index, weight),)
 
     (loss,) = x._compute_fused(fused, native)
     call.note_fused()
@@ -400,7 +400,7 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, w
     return loss.sum() / total
 
 
-def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return log p of the token ids ``index`` [...] and the entropy, with zeros where ``row_mask`` [...] is zero.
 
     Call only if ``can_compute_log_probs(x, index)``.
@@ -481,10 +481,10 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
 
 
 def _repeat_known_values(x: Any, ids: Tensor, values: Tensor) -> Tensor:
-    """Overwrite ``values`` of the token ids ``ids``, both [..., K], with those returned earlier for the same ids.
+    """Overwrite ``values`` of the token ids ``ids``, both [..., K], with those returned earlier for the same ids; return them.
 
     Code that compares the logit of a label with the largest one (margins, accuracy) must find equal numbers, but products of
-    other shapes round differently. Copies of the values are kept for later calls, and for full logits that are computed later.
+    other shapes round differently.
     """
     ids = ids.long()
     with torch.no_grad():  # the gradient stays that of ``values``

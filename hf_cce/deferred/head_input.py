@@ -1,7 +1,4 @@
-"""Wrapped input of an LM head, which defers the head's product while its forward runs.
-
-``ShardedLogits`` is the output of a head whose vocabulary is sharded over processes.
-"""
+"""Wrapped input of an LM head, which defers the head's product while its forward runs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Lazy tensors: placeholders without storage for logits that have not been computed.
 
-A lazy tensor has one of two types. In eager code it is a ``torch.Tensor`` subclass with shape, dtype, device and a ``grad_fn``.
-In compiled graphs, where Dynamo cannot create such subclasses, and between the layers of an LM head it is a plain object,
-``TensorProxy``. Both share one table of supported operations. All other operations use the real tensor, which is computed once.
+In eager code a lazy tensor is a ``torch.Tensor`` subclass with shape, dtype, device and a ``grad_fn``. In compiled graphs, where
+Dynamo cannot create such subclasses, and between the layers of an LM head it is a plain object, ``TensorProxy``. Both share one
+table of supported operations. All other operations use the real tensor, which is computed once.
 
 In the backward pass, a fused loss returns a ``LazyGrad`` as the gradient of the logits: a list of the losses it comes from.
-Autograd passes it through hooks and other autograd functions like any tensor, up to ``HeadOutput``, the ``grad_fn`` of the head's
-output, which computes the gradients of hidden states and weight. Reading a ``LazyGrad`` computes the dense gradient.
+Autograd passes it on like any tensor, up to ``HeadOutput``, the ``grad_fn`` of the head's output, which computes the gradients of
+hidden states and weight. Reading a ``LazyGrad`` computes the dense gradient.
 """
 
 from __future__ import annotations
@@ -303,11 +303,10 @@ _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``gra
 
 
 def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
-    """Return ``source`` as the input of a new graph, in which a result is computed from it.
+    """Return ``source``, or ``value`` in its place, as the input of a new graph, in which a result is computed from it.
 
-    The backward pass first computes the gradients of all such inputs. Then it computes the gradients of their sources, one pass
-    over the head at a time: ``of_pass`` identifies the pass that computed ``source``. See ``share_gradient`` for sources with
-    equal values. The returned tensor has the values of ``value`` if it is given.
+    The backward pass first computes the gradients of all such inputs, then those of their sources, one pass over the head at a
+    time: ``of_pass`` identifies the pass that computed ``source``.
     """
     if not source.requires_grad or torch.compiler.is_compiling():
         return source
@@ -318,10 +317,9 @@ def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | N
 
 
 def share_gradient(source: Tensor, equal: Tensor, of_pass: object, where: Tensor | None = None) -> None:
-    """Replace ``source`` by ``equal``, which has the same values, in a backward pass of several fused losses.
+    """Replace ``source`` by ``equal``, which has the same values, in a backward pass of several losses: one pass serves all.
 
-    Their gradients are then computed in one pass over the head. With a mask ``where`` [..., K], only the masked entries of
-    ``source`` [..., K] are replaced, by those of ``equal`` [..., 1].
+    With a mask ``where`` [..., K], only the masked entries of ``source`` [..., K] are replaced, by those of ``equal`` [..., 1].
     """
     # ``equal`` must not depend on ``source``: that would be a reference cycle.
     _metadata(source)[_EQUAL], _metadata(equal)[_PASS] = (equal, where), of_pass
@@ -379,13 +377,9 @@ class TensorMeta(NamedTuple):
 
 
 def without_storage(cls: Any, meta: TensorMeta) -> Any:
-    """Return a tensor of the class ``cls`` without storage.
-
-    Extensions in C++ that are not operators of torch get this tensor itself. Asking it for its address raises an error;
-    otherwise they would get a null pointer.
-    """
+    """Return a tensor of the class ``cls`` without storage."""
     made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=meta.device)
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ code that asks for its address would get a null pointer
     return made
 
 
@@ -597,10 +591,7 @@ class FusedResult(torch.autograd.Function):
 
 
 class WrittenLogits(torch.autograd.Function):
-    """Lazy logits whose ``values`` were modified in place; their gradient is that of the values.
-
-    Autograd functions and operators in C++ are called with the lazy tensor itself, not with its values.
-    """
+    """Lazy logits whose ``values`` were modified in place. Their gradient is that of the values, also for code in C++."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, values: Tensor) -> Any:

@@ -66,9 +66,8 @@ def _is_same_object(a: Any, b: Any) -> bool:
 def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     """Call ``linear_log_probs``. Its result is cached until the backward pass, for statistics of the same logits.
 
-    If ``r`` is a part of logits whose other tokens are likely to be asked for, too, this pass computes all of them.
-    Label smoothing asks for the logsumexp twice. A training loop that asks for log-probabilities and then for the entropy gets
-    both in one pass from its second step on.
+    If ``r`` is a part of logits whose other tokens are likely to be asked for, too, this pass computes all of them. A training
+    loop that asks for log-probabilities and then for the entropy gets both in one pass from its second step on.
     """
     is_part = is_one_of_many(r) and {name for name, value in wanted.items() if value} <= {"logsumexp", "entropy"}
     if ids is not None:
@@ -111,8 +110,7 @@ def is_one_of_many(r: Recipe) -> bool:
 def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None:
     """Return the statistics of one part from a pass over all of them; None if its labels were written before.
 
-    A pass for each part would read the head as many times, and round the gradient of the weight as many times. The labels of the
-    other parts are not known yet. Only the backward pass needs them, so each part writes its own.
+    Only the backward pass needs the labels, so each part writes its own when they are known.
     """
     (parent, op), (how, index), call = r.part_of, r.split, r.call  # type: ignore[misc]
     whole, made, ids = parent.replace(ops=r.ops), call.last_pass, ids.to(r.hidden_states.device)
@@ -210,10 +208,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
-    """Compute the log-probabilities [..., K] of the token ids ``index`` [..., K].
-
-    Those of the most probable ids come from the pass over the head: see ``_note_gathered`` for the reason.
-    """
+    """Compute the log-probabilities [..., K] of ``index`` [..., K]; for the largest of each token, see ``_note_gathered``."""
     logits = _products_of_ids(r, index, accumulation_dtype(r.weight.dtype))
     labels, is_label = _largest(logits, index)
     assert is_label is not None
@@ -270,8 +265,7 @@ def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
 class _ProductsOfIds(torch.autograd.Function):
     """Products [N, K] of the hidden states [N, D] with the rows ``ids`` [N, K] of the weight; float32 for 16-bit inputs.
 
-    The weight's gradient is summed in float32: all tokens may have the same id, and the gradient of ``F.embedding`` would lose
-    most of them in 16 bits. Neither pass takes more than ``scratch_bytes`` beside its results.
+    The weight's gradient is summed in float32: all tokens may have the same id. ``scratch_bytes`` limits the temporaries.
     """
 
     @staticmethod

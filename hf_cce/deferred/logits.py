@@ -1,8 +1,7 @@
 """Deferred logits: an LM head returns them instead of its product, and the model's own loss is computed from them.
 
 They record what the model's forward does to the logits, and compute losses and statistics from hidden states and weight.
-``hf_cce.deferred.handlers`` is the table of supported operations. All others compute the full logits, exactly as the head and the
-recorded operations would have: slower, never wrong.
+``hf_cce.deferred.handlers`` is the table of supported operations. All others compute the full logits, as the head would have.
 
 Shapes: hidden_states [..., D], weight [V, D], bias [V] or None, logits [..., V].
 """
@@ -50,9 +49,7 @@ def lazy_logits(
     """Return the deferred logits [..., V] of a head.
 
     Args:
-        hidden_states: [..., D], the input of the head.
         weight: [V, D]; a DTensor if the vocabulary is sharded over processes, and then the bias as well.
-        bias: [V] or None.
         call: the training call that they belong to; holds the options of the loss and the counters.
         cast: the dtype in which autocast would compute the product, or None.
     """
@@ -121,8 +118,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     _version_then = 0  # the ``_own_version`` that they belong to
     _is_written = False  # the gradient of this tensor flows to them instead, see ``WrittenLogits``
     meta: TensorMeta
-    # Often read by handlers; the properties of torch.Tensor call __torch_function__. Stale logits have the shape of the full
-    # logits, which ``unsqueeze_`` or ``transpose_`` may have changed.
+    # The properties of torch.Tensor would call __torch_function__. Stale logits may have another shape after ``unsqueeze_``.
     shape = property(lambda self: Tensor.shape.__get__(self) if self._is_stale else self.meta.shape)  # type: ignore[attr-defined]
     dtype = property(lambda self: self.meta.dtype)
     device = property(lambda self: self.meta.device)

@@ -55,9 +55,9 @@ class Recipe:
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
-    # To detect reads after optimizer.step(), which changes the logits. Version counters do not show the changes of FSDP and
-    # DeepSpeed, so after a step of any optimizer some entries of the weight are compared, which synchronizes. After an evaluation
-    # they always are: an average of the weights, or an adapter merged for it, may be exchanged through ``.data`` without a step.
+    # To detect reads after optimizer.step(). Version counters do not show the changes of FSDP and DeepSpeed, so after a step of
+    # any optimizer some entries of the weight are compared, which synchronizes; after an evaluation always, because an average of
+    # the weights, or a merged adapter, may be exchanged through ``.data``.
     versions: tuple[int | None, ...] = ()  # of the leaves
     step: int = 0  # optimizer steps taken before
     entries: Tensor | None = None  # of the weight

@@ -4,16 +4,15 @@ Cause: a causal LM's forward multiplies hidden states [B, S, D] by the head [V, 
 or to a trainer that computes one. Versions: transformers 5.0 and newer, read and tested with 5.0, 5.17 and 5.23. Can be removed
 when Transformers offers a hook between the head and the loss.
 
-How: two module hooks on the model, module-level functions without closures. Before such a call the head's ``forward`` is
-replaced by one that returns deferred logits (``hf_cce.deferred``); after the call, or an exception, it is restored. After a
-compiled call it stays replaced, see ``_restore_forward``.
+How: two module hooks on the model. Before such a call the head's ``forward`` is replaced by one that returns deferred logits
+(``hf_cce.deferred``); after the call, or an exception, it is restored. After a compiled call it stays replaced, see
+``_restore_forward``. After Ctrl-C, when torch runs no hooks, it stays replaced until ``apply_cce`` or ``remove_cce``; deferred
+logits are correct in any use.
 
-Hooks leave ``model.forward`` unchanged: Trainer and ``generate`` inspect its signature, accelerate, TRL and DeepSpeed wrap it,
-and copies, pickles and DataParallel replicas keep working. (A new forward that closes over the original bound method would
-train the original's weights after a deepcopy.) The head is patched per call, because by the next call it may be another module:
-resized, quantized, or wrapped by PEFT. State lives in ``model._hf_cce`` and, during a call, in the head's ``__dict__``: the
-current call, linked to the call that it interrupts. torch runs no hooks after Ctrl-C. The head then stays patched until
-``apply_cce`` or ``remove_cce``, and returns deferred logits, which are correct in any use.
+Hooks leave ``model.forward`` unchanged: Trainer and ``generate`` inspect its signature, accelerate, TRL and DeepSpeed wrap it.
+As functions without closures, they also work in copies, pickles and DataParallel replicas of the model. The head is patched per
+call, because by the next call it may be another module: resized, quantized, or wrapped by PEFT. State lives in
+``model._hf_cce`` and, during a call, in the head's ``__dict__``: the call, linked to the call that it interrupts.
 """
 
 from __future__ import annotations
@@ -173,12 +172,10 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _drop_graphs() -> None:
-    """Drop all compiled graphs: Dynamo does not guard on a module's hooks, so a compiled call of the model would keep its own.
-
-    Only if there are graphs, because on a machine with a GPU ``reset`` imports Inductor, which takes seconds.
-    """
+    """Drop all compiled graphs: Dynamo does not guard on a module's hooks, so a compiled call of the model would keep its own."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters:  # Dynamo's counts of what it has compiled
+    # Without graphs, ``reset`` would only import Inductor, which takes seconds on a machine with a GPU
+    if dynamo is not None and dynamo.utils.counters:
         torch.compiler.reset()
 
 
@@ -196,11 +193,10 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if compiling and model.training:
         _install_while_tracing(state.key)
     head = find_head(model)
+    training = model.training and torch.is_grad_enabled()
     if head is None:
-        if model.training and torch.is_grad_enabled() and labels:  # ``patch_class`` does not check instances
-            call = TrainingCall(state.config, state.stats)
-            call.reasons.append(str(why_refuse(model)))
-            _close(state, call, head)
+        if training and labels:  # ``patch_class`` does not check instances
+            _close(state, TrainingCall(state.config, state.stats, reasons=[str(why_refuse(model))]), head)
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
     if previous_entry is None and getattr(model, "_is_replica", False):
@@ -210,7 +206,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if outer_entry is not None and outer_entry.call is not None and outer_entry.call.owner is not state:
         _install_forward(model, state, head, _Entry(outer_entry.call, previous_entry))
         return
-    training = model.training and torch.is_grad_enabled()
     if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
         counted = training and (labels or kwargs.get("shift_labels") is not None)
         call = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
@@ -230,7 +225,10 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = why_not_defer(head, _foreign_forward(head), compiling)
         if groups is not None and training and not compiling:
-            call.loss_groups = _label_groups(groups, kwargs, state.config)
+            if not state.config.token_stats:
+                raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
+            shifted = kwargs.get("shift_labels")
+            call.loss_groups = label_groups(groups, kwargs.get("labels") if shifted is None else shifted)
         if reason is None:
             if not compiling:  # in a graph 4-bit heads are refused
                 bnb.install()
@@ -245,13 +243,6 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, call, head)
     if previous_entry is not None:
         _install_forward(model, state, head, _Entry(None, previous_entry))
-
-
-def _label_groups(groups: Any, kwargs: dict[str, Any], config: CCEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    if not config.token_stats:
-        raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
-    shifted = kwargs.get("shift_labels")
-    return label_groups(groups, kwargs.get("labels") if shifted is None else shifted)
 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
@@ -292,10 +283,10 @@ def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
 
 
 def _install_while_tracing(key: str) -> None:
-    """Replace the head's forward when Dynamo traces, not only in the graph.
+    """Replace the head's forward before Dynamo traces anything else of the head.
 
-    The first trace would find the head's own forward (always before torch 2.12), and the second call would be traced again. Done
-    before anything else of the head is traced: Dynamo traces again at a graph break, and must then take the same branches.
+    Otherwise the first trace would find the head's own forward (always before torch 2.12), and a second call, or a second trace
+    after a graph break, would take other branches.
     """
     if (model := _models.get(key)) is None:
         return
@@ -379,8 +370,8 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         # A compiled graph and DataParallel's gather return tensors only
         return _replace_logits(output, lambda value: None)
     if any(isinstance(x, LazyLogits) and not isinstance(x, torch.Tensor) for x in _values_of(output)):
-        # Returned by a compiled graph of only the head or only the model's forward. FSDP2 has no hooks on it, which would gather
-        # the weight for the backward pass, so a weight that was freed must not be used.
+        # From a compiled graph of only the head or the model's forward, without FSDP2's hooks that gather the weight for the
+        # backward pass: a weight that was freed must not be used.
         call.model = None
         return _replace_logits(output, lambda value: to_eager(value.recipe))
     return None

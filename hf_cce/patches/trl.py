@@ -6,10 +6,9 @@ call ``model(..., fused_lm_head=True)``, which uses neither the head's forward n
 Can be removed when TRL accepts other kernels.
 
 How: ``apply`` is replaced. It handles the calls of patched models in this thread and passes everything else to the original.
-SFT's gradients use the gradient filter, like those of a loss; the other trainers' are exact. Calls without gradients
-(evaluation, the old policy) are handled too: their log-probabilities must equal those of the training call bit for bit, or the
-ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen head, as under LoRA, is
-kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
+Calls without gradients (evaluation, the old policy) are handled too: their log-probabilities must equal those of the training
+call bit for bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen
+head, as under LoRA, is kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
-# Only SFT requests exactly these. The other trainers compare log-probabilities with those of a call without gradients; with the
-# gradient filter these would differ by rounding.
+# Only SFT requests exactly these, and its gradients are filtered. The other trainers compare log-probabilities with those of a
+# call without gradients, from which those of a filtered call would differ by rounding.
 SFT_OUTPUTS = {"entropy", "is_top1"}
 Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
@@ -41,11 +40,8 @@ _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", defaul
 def intercept(function: Any, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
     """Replace ``apply`` of an autograd function of TRL, once, by one that calls ``handler`` while ``current`` is set.
 
-    ``handler`` gets the value of ``current`` and the function's arguments by name. If it returns NotImplemented, the original
-    ``apply`` is called.
-
-    Returns:
-        False if the function is None or does not have exactly these arguments; it is then unchanged.
+    ``handler`` gets the value of ``current`` and the arguments by name; if it returns NotImplemented, the original is called.
+    Return False, and change nothing, if the function is None or does not have exactly these arguments.
     """
     signature = marking.signature(getattr(function, "forward", None))
     if tuple(signature.parameters) != arguments:
