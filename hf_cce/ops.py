@@ -33,7 +33,7 @@ from hf_cce.strategies import (
     Statistics,
     Strategy,
     Upstream,
-    recompute,
+    implementation,
     when_cold,
     with_fallback,
 )
@@ -86,12 +86,12 @@ def _backward(
             if gradients is not None:
                 return gradients
         strategy.release()
-        grads, lse = strategy.token_grads(saved, upstream), saved.in_token_order()
         if direct:
             # Kernels that only turn logits into gradients may have run: recomputing needs those that also multiply.
             tiles = triton and choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
-            return recompute(x, spec, lse, saved.entropy, grads, tiles)
-        return recompute_by_operator(x, spec, lse, saved.entropy, grads)
+            return strategy.recompute(x, spec, saved, upstream, tiles)
+        grads = strategy.token_grads(saved, upstream)
+        return recompute_by_operator(x, spec, saved.in_token_order(), saved.entropy, grads)
 
     with compute_context(inputs.hidden):
         return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
@@ -144,9 +144,13 @@ def logit_stats_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of hidden [N, D], weight [V, D] and bias [V] in the inputs' dtypes; empty where not needed."""
     grads, x, (lse, entropy) = TokenGrads(*arguments[:4]), _aligned_inputs(*arguments[4:8]), arguments[8:10]
     spec, device = _spec_of(arguments[10:]), x.hidden.device
+
+    def compute(triton: bool) -> tuple[Tensor, ...]:
+        return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
+
     triton = choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
     with compute_context(x.hidden):
-        return with_fallback(lambda triton: recompute(x, spec, lse, entropy, grads, triton), triton, spec, device)
+        return with_fallback(compute, triton, spec, device)
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +230,6 @@ def cross_entropy_op(*arguments: Any) -> tuple[Tensor, ...]:
     gradients: InputGrads = (None, None, None)
     if grads_in_forward(x.hidden.dtype) and any(spec.needs):
         gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
-    assert saved.factor is not None
     precomputed = [x.hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
     return loss, saved.in_token_order(), saved.factor, *precomputed
 

@@ -23,7 +23,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
-Upstream = Sequence[Tensor | None]  # gradients of a strategy's outputs
+Upstream = Sequence[Any]  # gradients of a strategy's outputs, or None
 Needs = tuple[bool, bool, bool]  # which gradients this backward pass needs, possibly fewer than spec.needs
 SUM = Divisor(number=1.0)
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
     lse: Tensor  # [N]
     entropy: Tensor | None = None  # [N]
-    factor: Tensor | None = None  # scalar
+    factor: Any = None  # scalar; None for statistics
     tokens: Tensor | None = None  # [N], the token of each entry of ``lse``; None if in token order
 
     def in_token_order(self) -> Tensor:
@@ -82,8 +82,7 @@ def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, de
 def validate_labels(x: Inputs, spec: LossSpec, divisor: Divisor, triton: bool = False) -> Tensor:
     """Check the labels and return the scalar, on the device, that the summed loss is multiplied by.
 
-    Raises:
-        ValueError: a label is out of range. On a CUDA device a device-side assertion fails instead, without synchronizing.
+    On a CUDA device a wrong label fails a device-side assertion, because an error would have to synchronize.
     """
     labels, index, v = x.labels, spec.ignore_index, x.weight.shape[0]
     ok, factor = implementation(triton).validate_labels(labels, index, v, divisor)
@@ -98,13 +97,6 @@ def validate_labels(x: Inputs, spec: LossSpec, divisor: Divisor, triton: bool = 
     return factor
 
 
-def recompute(
-    x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, triton: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs' gradients from those of the statistics; empty where not needed."""
-    return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
-
-
 def when_cold(strategy: Strategy, x: Inputs) -> AbstractContextManager[None]:
     """Return a context that calls ``warm_up`` as soon as a launched kernel is not in Triton's cache."""
     if not strategy.triton:
@@ -113,10 +105,7 @@ def when_cold(strategy: Strategy, x: Inputs) -> AbstractContextManager[None]:
 
 
 def warm_up(strategy: Strategy, x: Inputs) -> None:
-    """Compile a strategy's kernels in parallel, which is several times faster than one by one as they are launched.
-
-    The strategy runs on meta tensors, and nothing is launched.
-    """
+    """Compile a strategy's kernels in parallel, which is several times faster than one by one, by running it on meta tensors."""
     if not x.hidden.is_cuda or torch.cuda.is_current_stream_capturing():
         return
     on_meta = (None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in x)
@@ -136,8 +125,7 @@ def run_on_meta(strategy: Strategy, x: Inputs) -> None:
     if isinstance(strategy, Filtered):
         upstream[2:] = [None] * len(upstream[2:])  # the gradient of an entropy is not filtered
     if any(needs) and strategy.backward(x, saved, upstream, needs) is None:
-        grads = strategy.token_grads(saved, upstream)
-        recompute(x, strategy.spec, saved.in_token_order(), saved.entropy, grads, True)
+        strategy.recompute(x, strategy.spec, saved, upstream, True)
 
 
 class Strategy:
@@ -176,11 +164,14 @@ class Strategy:
         """Drop the cache before the gradients are recomputed."""
         self.cache = None
 
+    def recompute(self, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream, triton: bool) -> InputGrads:
+        """Compute the gradients that ``spec`` needs, empty where not needed, without a cache."""
+        grads = self.token_grads(saved, upstream)
+        return implementation(triton).logit_stats_backward(x, spec, saved.in_token_order(), saved.entropy, grads)
+
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
-        """Convert upstream gradients to gradients of the statistics, as ``recompute`` takes them."""
-        grad, factor = upstream[0], saved.factor
-        assert grad is not None and factor is not None
-        return TokenGrads.of_loss(grad, factor, saved.in_token_order(), self.spec)
+        """Convert upstream gradients to gradients of the statistics."""
+        return TokenGrads.of_loss(upstream[0], saved.factor, saved.in_token_order(), self.spec)
 
     def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         return []
@@ -272,7 +263,6 @@ class OnePass(Strategy):
         return (losses.sum() * factor,), Saved(lse, factor=factor)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
-        assert upstream[0] is not None
         grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
         return cache.finalize(x, spec, saved.lse, saved.factor, grad)
 
@@ -339,7 +329,6 @@ class Exact(Recompute):
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         kernels = kernels_module()
         if isinstance(cache, kernels.PrecomputedGradients):
-            assert upstream[0] is not None
             grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
             return kernels.scale_precomputed_gradients(cache, x, spec, grad)
         grads = self.token_grads(saved, upstream)
@@ -376,8 +365,7 @@ class Filtered(Strategy):
             grads.lse, grads.label, self.tau, *spec.needs[:2], measure, spec.gradient_filter == "auto"
         )
         if self.state.probe_only():
-            lse, grads = saved.in_token_order(), self.token_grads(saved, upstream)
-            exact = partial(recompute, x, spec, lse, saved.entropy, grads, True)
+            exact = partial(self.recompute, x, spec, saved, upstream, True)
         grad_hidden, grad_weight, report = kernels.filtered_gradients(
             cache, x.weight, request, exact, self.state.next_tau
         )
@@ -474,7 +462,6 @@ class TokenLosses(StatisticsKeepingLogits):
         return list(outputs[:6])
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
-        assert upstream[6] is not None
         if self.triton:
             return kernels_module().row_gradients(cache, x, spec, upstream[6])
         return cache.finalize_by_token(x, spec, upstream[6])
