@@ -39,17 +39,14 @@ from hf_cce.strategies import (
 CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
 
 # Thresholds, measured on an H200.
-# The filter pays off from this much work (tokens · hidden size · vocabulary) and from as many tokens as fill a GPU with blocks.
-FILTER_FROM = 1.5e11
-FILTER_TOKENS = 2048
+FILTER_FROM = 1.5e11  # work (tokens · hidden size · vocabulary) from which the filter pays off
+FILTER_TOKENS = 2048  # and tokens: as many as fill a GPU with blocks
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
 # Tokens per block of a divergence whose gradients are summed over blocks: the minimum, and the default.
 MIN_ONE_PASS, ONE_PASS_TOKENS = 512, 1024
-# Up to this size, all logits of a divergence in 16 bits are kept by default.
-SMALL_LOGITS = 512 << 20
-# Logits of more bytes are not kept for a divergence by default; blocks of this size are as fast.
-LARGE_LOGITS = 2 << 30
+SMALL_LOGITS = 512 << 20  # up to this size, all logits of a divergence in 16 bits are kept by default
+LARGE_LOGITS = 2 << 30  # larger ones are not; blocks of this size are as fast
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -99,11 +96,7 @@ WHY = {
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``.
-
-    Raises:
-        RuntimeError: ``implementation="triton"``, but the kernels cannot run; the message says why.
-    """
+    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``, or raise if they must be on "triton"."""
     if implementation == "auto" and dtype == torch.float32:
         return "portable"  # cuBLAS is faster than Triton's full-precision matmul
     if runs_kernels(device, dtype, implementation):
@@ -217,11 +210,8 @@ def may_filter(p: Problem, spec: LossSpec, wanted: WantedStats | None = None) ->
 
 
 def grads_in_forward(dtype: torch.dtype) -> bool:
-    """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass, whatever the sizes: one graph serves all.
-
-    False for float16, where gradients that a GradScaler has not scaled yet would underflow.
-    """
-    return dtype != torch.float16
+    """Return True if ``hf_cce::cross_entropy`` computes gradients in its forward pass: one graph serves all sizes."""
+    return dtype != torch.float16  # where gradients that a GradScaler has not scaled yet would underflow
 
 
 def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
@@ -421,9 +411,6 @@ def explain_dispatch(
     Args:
         device: a device or device type. On a machine without CUDA, ``"cuda"`` stands for a GPU that runs the kernels.
         frozen: True if the head's weight needs no gradient.
-
-    Raises:
-        RuntimeError: ``config`` requires kernels that cannot run on ``device``.
     """
     config, device = config or CCEConfig(), torch.device(device)
     spec = LossSpec.of(config, tokens, (True, not frozen, False))

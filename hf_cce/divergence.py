@@ -285,26 +285,22 @@ def _divergences(
     not, the result is right, but takes longer.
     """
     hidden, weight, *_ = student
-    assert weight is not None
     # Raises if kernels are required, but cannot run.
     choose_implementation(hidden.device, hidden.dtype, config.implementation)
-    top_k = isinstance(teacher, TeacherTopK)
-    if isinstance(teacher, TeacherTopK):
-        kernels = teacher.ids.shape[1] <= MAX_TOP_K
-    else:
-        kernels = teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
-    needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
-    loss_spec = LossSpec.of(config, len(hidden), needs)
-    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
+    given: Head | TopK
     if isinstance(teacher, TeacherTopK):
         log_p, tokens = teacher.log_probs.to(accumulation_dtype(hidden.dtype)), Tokens(None, None)
         if mask is not None:  # NaN in an excluded token must not propagate
             hidden = torch.where(mask[:, None], hidden, 0)
             log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
-        given: Head | TopK = TopK(teacher.ids, log_p, teacher.tail == "lump")
+        given, kernels = TopK(teacher.ids, log_p, teacher.tail == "lump"), teacher.ids.shape[1] <= MAX_TOP_K
     else:
         given, tokens = teacher, Tokens.of(mask, len(hidden), hidden.device)
+        kernels = teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
+    loss_spec, top_k = LossSpec.of(config, len(hidden), needs), isinstance(given, TopK)
+    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
     found, entropies = Divergence.apply(
         hidden, *student[1:3], student, given, tokens, spec, factor if any(needs) else None
     )
@@ -333,9 +329,7 @@ def _prepare_teacher(
         return _prepare_top_k(teacher, student_hidden)
     if isinstance(teacher, TeacherHead):
         found = _prepare_head(teacher, "teacher ", temperature)
-        hidden, weight, bias = (None if x is None else x.detach() for x in found[:3])
-        assert hidden is not None
-        found = found._replace(hidden=hidden, weight=weight, bias=bias)
+        found = Head._make(x.detach() if isinstance(x, Tensor) else x for x in found)
         shape, name = teacher.hidden_states.shape, "hidden"
     elif isinstance(teacher, Tensor):
         if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:

@@ -29,7 +29,6 @@ def divergence_kernels() -> Any:
 
 def make_slabs(student: Head, memory_budget: int, column_bytes: int, reserved_bytes: int = 0) -> list[slice]:
     """Return slabs that take ``column_bytes`` bytes per column, next to ``reserved_bytes`` bytes allocated for the whole loop."""
-    assert student.weight is not None
     v, align = len(student.weight), 128  # whole tiles
     width = max(align, max(memory_budget - reserved_bytes, memory_budget // 4) // column_bytes // align * align)
     count = max(1, -(-v // width))
@@ -113,7 +112,6 @@ def gradients(
 ) -> HeadGrads:
     """Return the gradients of the student's hidden states, weight and bias; None where not needed."""
     hidden, weight = student.hidden, student.weight
-    assert weight is not None
     (n, d), dtype, v = hidden.shape, hidden.dtype, len(weight)
     acc_dtype, unit = accumulation_dtype(dtype), fp16_unit(dtype, grad)
     grad = grad if unit is None else grad / unit

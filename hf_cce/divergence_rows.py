@@ -1,10 +1,9 @@
 """Divergences with the whole vocabulary of some rows at hand, from products of PyTorch or of the kernels.
 
-One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits, kept in 16 bits if the
-inputs are, with its gradient. The backward pass only multiplies: as many products as full logits need, in a fraction of their
-memory. This is the fastest way. If the memory budget has no room for all logits, sums of the gradients are computed with the
-divergence, which assumes that all tokens have the same upstream gradient, or the backward pass computes the logits of each block
-again.
+One pass over blocks of tokens computes the divergence of each row and overwrites the student's logits with its gradient. The
+backward pass only multiplies: as many products as full logits need, in a fraction of their memory. If the memory budget has no
+room for all logits, sums of the gradients are computed with the divergence, for equal upstream gradients of all tokens, or the
+backward pass computes the logits of each block again.
 """
 
 from __future__ import annotations
@@ -34,23 +33,20 @@ from hf_cce.fallback import (
 )
 from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
 
-# Sets the divergences of some rows [n] and, if wanted, the student's entropies [n], from the student's products h Wᵀ + b [n, V].
-# With a scale, which may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
-# If ``DivergenceSpec.multiplies``, it computes the products, too.
-# The arguments are products, rows, scale, divergences and entropies.
+# (products, rows, scale, divergences, entropies): sets the divergences of some rows [n] and, if wanted, the student's entropies
+# [n], from the student's products h Wᵀ + b [n, V], which it computes, too, if ``DivergenceSpec.multiplies``. With a scale, which
+# may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
 OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
 
 
 def memory_for_logits(x: Head, rows: slice = slice(None)) -> Tensor:
     """Return uninitialized memory for h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
-    hidden, weight = x.hidden[rows], x.weight
-    assert weight is not None
-    return empty_logits(hidden, len(weight), len(hidden))
+    hidden = x.hidden[rows]
+    return empty_logits(hidden, len(x.weight), len(hidden))
 
 
 def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
     """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
-    assert x.weight is not None
     return products(x.hidden[rows], x.weight, x.bias, memory_for_logits(x, rows))
 
 
@@ -70,12 +66,8 @@ class KeptGradient(NamedTuple):
 def divergence_of_rows(
     of_rows: OfRows, student: Head, spec: DivergenceSpec, factor: Tensor | float | None
 ) -> tuple[Tensor, Tensor, KeptGradient | None]:
-    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
-
-    ``factor`` is the scalar by which the caller multiplies the divergences.
-    """
+    """Return divergence [N], student entropy [N] (empty if not wanted) and, with the ``factor`` on the sum, logits' gradient."""
     hidden, weight = student.hidden, student.weight
-    assert weight is not None
     n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
     scale: Tensor | float | None = None
     divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
@@ -101,7 +93,6 @@ def _largest_slope(student: Head, spec: DivergenceSpec) -> float:
 
 def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
     """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
-    assert student.weight is not None
     factors = split_factors(student.hidden.dtype, grad / kept.scale)
     return wanted.pad(*logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors))
 
@@ -129,7 +120,6 @@ def one_pass(
         return divergence, divergence
 
     hidden, weight = student.hidden, student.weight
-    assert weight is not None
     on_cpu, sums_bytes = hidden.device.type == "cpu", 0
     if hidden.dtype.itemsize < 4:  # float32 sums of dW, as far as they do not fit its buffer, and of dh
         sums_bytes = needs[1] * weight.nbytes + 4 * hidden.numel()
@@ -147,7 +137,6 @@ def one_pass(
 def _block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs) -> tuple[Inputs, LossSpec]:
     """Return what ``token_blocks`` and its result take: tokens that are not selected have the label that is ignored."""
     hidden, weight, bias = student[:3]
-    assert weight is not None
     labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     if tokens.order is not None:
         labels.masked_fill_(~tokens.valid(hidden), -1)

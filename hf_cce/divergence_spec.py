@@ -8,7 +8,7 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ class Head(NamedTuple):
     """Operands of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
     hidden: Tensor  # [N, D]; the logits [N, V] if weight is None
-    weight: Tensor | None  # [V, D]
+    weight: Any  # [V, D] or None
     bias: Tensor | None  # [V]
     logit_scale: float  # includes the temperature, like softcap
     softcap: float  # 0: none

@@ -2,14 +2,11 @@
 
 The gradient of a token's loss is computed while its logits exist, up to a factor that the backward pass applies:
 
-- ``token_losses``: the logits of all tokens, in the inputs' dtype, are overwritten with their gradient. The
-  factor may differ by token.
-- ``token_blocks``: blocks of tokens with the whole vocabulary, sums in float32. The factor is one number.
+- ``token_losses`` overwrites the logits of all tokens with their gradient. The factor may differ by token.
+- ``token_blocks`` sums the gradients of blocks of tokens, in float32. The factor is one number.
 
-Statistics of tokens have several upstream gradients. ``logit_stats`` keeps all logits in the inputs' dtype, which is a fraction
-of what full logits take, and ``logit_stats_backward`` overwrites them with their gradient.
-
-GEMMs of 16-bit inputs run in that dtype and accumulate in float32; the head is never copied to float32.
+Statistics of tokens have several upstream gradients: ``logit_stats`` keeps all logits, and ``logit_stats_backward`` overwrites
+them with their gradient. Kept logits have the inputs' dtype; the head is never copied to float32.
 """
 
 from __future__ import annotations
@@ -69,8 +66,7 @@ def logits_to_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Overwrite the products ``z`` [n, V] with scale · ∂loss/∂z; return (loss [n], lse [n]), zero where ignored.
 
-    The rest of the budget is used for float32 chunks of ``z``, with few kernels each, because launches may take longer than the
-    kernels. Ignored rows of ``z`` get arbitrary finite values if their hidden states are zero.
+    Ignored rows of ``z`` get arbitrary finite values if their hidden states are zero.
     """
     ignored, plain = labels == spec.ignore_index, _is_plain(spec)
     (n, v), acc_dtype, smoothing = z.shape, accumulation_dtype(z.dtype), spec.label_smoothing
@@ -224,8 +220,7 @@ def logit_products(
 def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
     """Return what the logits' gradient is multiplied by before it is rounded to 16 bits; the products are divided by it.
 
-    In 16 bits, it includes the mantissa of ``factor``, by which the loss is multiplied: multiplying by the remaining power of two
-    adds no rounding.
+    It includes the mantissa of the loss's ``factor``: multiplying by the remaining power of two adds no rounding.
     """
     scale = fp16_scale(logit_scale) if hidden.dtype == torch.float16 else 1.0
     if hidden.dtype in FULL_PRECISION:
@@ -240,8 +235,7 @@ def token_losses(
 ) -> tuple[Tensor, Tensor, Tensor, LogitGrads]:
     """Return (loss [N], lse [N], factor, logits' gradient), with the logits of all tokens at once.
 
-    ``make_factor`` is called when a GPU has its first GEMM; it checks the labels and returns a factor that upstream gradients
-    contain.
+    ``make_factor``, called when a GPU has its first GEMM, checks the labels and returns a factor that upstream gradients contain.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), triton=False))
@@ -381,8 +375,7 @@ def logit_stats(
 ) -> tuple[LogitStats, Tensor, KeptLogits | None]:
     """Return the statistics of each token, −log p(label) [N] and, if a gradient is needed, logits for ``logit_stats_backward``.
 
-    −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1. ``check_labels`` is called
-    when a GPU has its first GEMM.
+    −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)

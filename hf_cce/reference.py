@@ -221,8 +221,7 @@ def _slab_width(
 ) -> int:
     """Return the columns of a slab that takes ``copies`` float arrays [N, width], plus one in a 16-bit ``dtype``.
 
-    ``column_bytes``: more bytes per column. ``reserved_bytes``: bytes allocated during the whole loop. A slab gets the remaining
-    workspace, but at least a quarter of the whole.
+    ``column_bytes``: more bytes per column. ``reserved_bytes``: bytes allocated during the whole loop.
     """
     n, dtype, acc_itemsize = len(hidden), hidden.dtype, accumulation_dtype(hidden.dtype).itemsize
     column_bytes += n * (acc_itemsize * copies + (dtype.itemsize if dtype.itemsize < acc_itemsize else 0))
