@@ -140,25 +140,20 @@ def causal_lm(model: Any) -> nn.Module:
     """Return the causal LM inside the wrappers of torch.compile, DDP, FSDP, DeepSpeed and PEFT."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a model instance, a model class or a model type, got {type(model).__name__}")
-    while True:
-        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
-            model = inner
-        elif callable(getattr(type(model), "get_base_model", None)):  # PEFT
-            model = model.get_base_model()  # type: ignore[operator]
-        elif (inner := _wrapped(model)) is not None:
-            model = inner
-        else:
-            return model
+    while (inner := _wrapped(model)) is not None:
+        model = inner
+    return model
 
 
-def _wrapped(model: nn.Module) -> nn.Module | None:
+def _wrapped(model: Any) -> nn.Module | None:
     """Return the module that ``model`` wraps, or None if it is not a wrapper."""
+    names: tuple[str, ...] = ("_orig_mod",)  # torch.compile
+    if callable(getattr(type(model), "get_base_model", None)):  # PEFT
+        return model.get_base_model()
     if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__):
-        names = "base_model", "model"  # a PeftMixedModel, a tuner
+        names += "base_model", "model"  # a PeftMixedModel, a tuner
     elif not hasattr(type(model), "get_output_embeddings"):
-        names = "module", "_fsdp_wrapped_module"  # DDP, DataParallel, DeepSpeed; FSDP1
-    else:
-        return None
+        names += "module", "_fsdp_wrapped_module"  # DDP, DataParallel, DeepSpeed; FSDP1
     return next((inner for name in names if isinstance(inner := model._modules.get(name), nn.Module)), None)
 
 
