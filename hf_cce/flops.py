@@ -30,10 +30,9 @@ def _backward(*inputs: Any, out_shape: Any, **_: Any) -> int:
 
 
 def register() -> None:
-    """Register the formulas. Call it after the operators are defined; a counter copies the formulas when it is created.
+    """Register the formulas, after the operators are defined; a counter copies the formulas when it is created.
 
-    Importing the counter takes 0.1 s, because it imports Triton, which the kernels and Transformers' models import anyway. In a
-    CUDA build of PyTorch without Triton that logs a warning, so nothing is registered unless the counter is already imported.
+    In a CUDA build of PyTorch without Triton, importing the counter logs a warning, so it must already be imported.
     """
     if COUNTER not in sys.modules and torch.version.cuda and importlib.util.find_spec("triton") is None:
         return

@@ -195,11 +195,7 @@ def linear_log_probs(
 
 
 def _is_vocab_sharded(x: Inputs) -> bool:
-    """Return True if the vocabulary is sharded over processes (tensor parallelism).
-
-    Raises:
-        ValueError: some of ``x`` are DTensors, but not sharded as a tensor-parallel head.
-    """
+    """Return True if the vocabulary is sharded over processes (tensor parallelism); raise for other DTensors."""
     hidden, weight, bias, _ = x
     if not any(map(sharded.is_dtensor, (hidden, weight, bias))):
         return False

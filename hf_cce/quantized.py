@@ -60,9 +60,7 @@ class FrozenWeight(Tensor):
         return Tensor.__torch_function__(func, (), args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, first = kwargs or {}, args[0]
         if isinstance(first, FrozenWeight):
             is_cast = func is _ATEN._to_copy.default and set(kwargs) == {"dtype"}

@@ -1,8 +1,4 @@
-"""Options, output and exit codes shared by all sub-commands.
-
-Exit codes: 0, the result is good; 1, it is not; 2, there is no result (wrong arguments, a missing package, no memory);
-130, interrupted.
-"""
+"""Options and output shared by all sub-commands."""
 
 from __future__ import annotations
 

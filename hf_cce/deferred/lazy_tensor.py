@@ -388,7 +388,7 @@ class LazyGrad(Tensor):
 
     meta: TensorMeta
     losses: tuple[tuple[PendingLoss, Callable[[], Tensor]], ...]
-    dense: Tensor | None
+    dense: Any  # a tensor or None
     call: Any
 
     @staticmethod
@@ -404,7 +404,6 @@ class LazyGrad(Tensor):
                 grads = [dense_grad().detach() for _, dense_grad in self.losses]
             self.dense = sum(grads[1:], grads[0]) if self.dense is None else sum(grads, self.dense)
             self.losses = ()
-        assert self.dense is not None
         return self.dense
 
     def plus(self, other: Tensor) -> LazyGrad:
@@ -425,14 +424,12 @@ class LazyGrad(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Handle what autograd's engine calls: clone, detach, add. Other operations compute the dense gradient."""
         first = args[0]
         if isinstance(first, LazyGrad) and (func is _ATEN.clone.default or is_alias(func, args)):
             copied = first.dense is not None and func is _ATEN.clone.default
-            dense = first.dense.clone() if copied else first.dense  # type: ignore[union-attr]
+            dense = first.dense.clone() if copied else first.dense
             return LazyGrad.create(first.meta, first.losses, dense, first.call)
         # detect_anomaly: the gradients of the head are checked instead
         if func is _ATEN.isnan.default and first.losses:

@@ -176,9 +176,8 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
     return found if mean is None else found._replace(mean_logit=mean)
 
 
-def _share_with(found: LogProbs, gathered: Gathered, of_pass: object) -> None:
+def _share_with(found: Any, gathered: Gathered, of_pass: object) -> None:
     """Let the pass of ``found``, whose labels are those of ``gathered``, compute the gradient of these logits."""
-    assert found.logsumexp is not None
     label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
     label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
     share_gradient(gathered.logits, label_logits, of_pass, gathered.is_label)
@@ -211,13 +210,11 @@ def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
     """Compute the log-probabilities [..., K] of ``index`` [..., K]; for the largest of each token, see ``_note_gathered``."""
     logits = _products_of_ids(r, index, accumulation_dtype(r.weight.dtype))
     labels, is_label = _largest(logits, index)
-    assert is_label is not None
-    found = compute_log_probs(r, labels, logsumexp=True)
-    assert found.logsumexp is not None
+    found: Any = compute_log_probs(r, labels, logsumexp=True)
     return found.log_probs.unsqueeze(-1).where(is_label, logits - found.logsumexp.unsqueeze(-1))
 
 
-def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Any]:
     """Return the token ids [...] of the largest ``logits`` [..., K] among ``index`` [..., K], and a mask of them if K > 1."""
     index, k = index.to(logits.device), index.shape[-1]
     if k == 1:

@@ -196,7 +196,6 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 storage.values, storage.version = values, values._version
                 self.recipe.aliases.append(storage)
         storage.is_exposed = storage.is_exposed or why in _EXPOSE_MEMORY
-        assert storage.values is not None
         return storage.values
 
     def _materialize(self, why: str) -> Tensor:
@@ -229,9 +228,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return call_as_tensors(Tensor._version.__get__, (self,))  # type: ignore[attr-defined]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Handle calls from C++, which bypass ``__torch_function__``. Autograd has recorded them already."""
         first = args[0] if args else None
         if isinstance(first, LazyLogitsTensor) and not first._is_stale:

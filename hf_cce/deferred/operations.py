@@ -88,11 +88,9 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
 
 
 def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
-    """Split the ``key`` of a [..., V] tensor of ``ndim`` dimensions into a key of a [..., D] tensor and a slice of V.
+    """Split the ``key`` of a [..., V] tensor of ``ndim`` dimensions into a key of a [..., D] tensor and a slice of V, or None.
 
-    Returns:
-        (key, None) if the last dimension is not indexed, (key, slice) if it is sliced, and None if it is indexed in any other
-        way or the key contains something else (lists, arrays, booleans, strides, too many indices).
+    Return None if V is indexed in another way, or for other keys (lists, arrays, booleans, strides, too many indices).
     """
     keys = key if isinstance(key, tuple) else (key,)
     used = 0  # dimensions that the key consumes

@@ -27,7 +27,7 @@ class SharedStorage:
     """The full logits, once computed, shared by all lazy tensors that in torch would have the same memory and shape."""
 
     def __init__(self, values: Tensor | None = None, version: int = 0, in_graph: bool = False) -> None:
-        self.values = values
+        self.values: Any = values
         self.version = version  # of ``values`` when they were computed
         self.in_graph = in_graph
         self.is_exposed = False  # a kernel or NumPy has got the address of ``values``, and may write there at any time
@@ -124,8 +124,7 @@ class Recipe:
         hidden_states, weight, bias = (x if x is None or self.cast is None else x.to(self.cast) for x in self.operands)
         for _, (ids, _) in self.mask_ops():
             bias = (weight.new_zeros(len(weight)) if bias is None else bias).index_fill(0, ids, -6e4)
-        form = self.meaning.form
-        assert form is not None
+        form: Any = self.meaning.form
         inputs = {"hidden_states": as_replicated(hidden_states, weight), "weight": weight, "bias": bias}
         return {**inputs, "logit_scale": form[0], "softcap": form[1], "config": self.call.config}
 

@@ -53,12 +53,7 @@ class TokenSums:
 
 
 def label_groups(groups: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Check ``groups`` and return the group of each label, [B, T], and the labels.
-
-    Args:
-        groups: the group of each sequence [B] or label [B, T], integers in [0, LOSS_GROUPS).
-        labels: [B, T], the labels that the model was given.
-    """
+    """Return the group of each label, [B, T], and the ``labels`` [B, T] that the model was given, after checking ``groups``."""
     check_tensor("loss_groups", "[B] or [B, T]", groups)
     if labels is None:
         raise ValueError(

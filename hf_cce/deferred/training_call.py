@@ -171,11 +171,10 @@ class OptimizerSteps:
     @staticmethod
     @functools.cache
     def watch() -> None:
-        register_optimizer_step_post_hook(OptimizerSteps._note)
+        def count(*_: Any) -> None:
+            OptimizerSteps.taken += 1
 
-    @staticmethod
-    def _note(*_: Any) -> None:
-        OptimizerSteps.taken += 1
+        register_optimizer_step_post_hook(count)
 
 
 def warn(message: str) -> None:

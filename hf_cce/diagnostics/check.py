@@ -29,11 +29,7 @@ ROWS, LENGTH = 2, 24
 def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
     """Return the float32 model of a folder, a name on the hub or a model type, and whether its weights are random.
 
-    Args:
-        tiny: build a small model of the same class with random weights; always so for a model type or a known shape.
-
-    Raises:
-        ValueError: no such model, not a causal LM, no weights, or the tiny model cannot be built.
+    ``tiny``: build a small model of the same class with random weights, as for a model type or a known shape.
     """
     config = config_named(target)
     auto = auto_class(target, config)
@@ -86,12 +82,8 @@ def _tiny(target: str, auto: Any, config: Any) -> Any:
 def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
     """Run ``model`` without and with CCE on the same random tokens; leave it unpatched and without gradients.
 
-    Returns:
-        A JSON-ready report. "differences" has, for the loss and the gradients of each module, the difference between patched and
-        unpatched model relative to the norm. "same" and "saves" (no full logits were computed) are the result.
-
-    Raises:
-        ValueError: ``apply_cce`` refuses the model, or it computes no loss from text alone.
+    In the JSON-ready report, "differences" of the loss and of the gradients of each module are relative to the norm; "saves"
+    tells that no full logits were computed.
     """
     remove_cce(apply_cce(model))  # raises before anything runs if the model is not supported
     device = next(model.parameters()).device

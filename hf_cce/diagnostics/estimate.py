@@ -238,12 +238,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of a step of ``batch`` rows of ``sequence`` tokens, and whether it fits into ``gpu_memory`` bytes.
 
-    Args:
-        config: the model's configuration; None: look it up by ``name``.
-        lora: the adapters to train; None: train all weights.
-
-    Raises:
-        ValueError: ``name`` is not the name of a language model's configuration.
+    ``config``: the model's configuration; by default looked up by ``name``.
     """
     by_type = config is None and is_model_type(name)
     config = config_named(name) if config is None else config

@@ -20,13 +20,9 @@ from hf_cce import CCECallback, CCEConfig, apply_cce
 
 
 class HfCCEArgs(BaseModel):
-    """The keys that the plugin adds to Axolotl's configuration.
+    """The keys that the plugin adds to Axolotl's configuration."""
 
-    Args:
-        hf_cce: options of ``CCEConfig``. A plain dict, because Axolotl drops every field of a model that is null, and
-            ``gradient_filter: null`` has a meaning.
-    """
-
+    # Options of ``CCEConfig``. Not a model, whose null fields Axolotl drops: ``gradient_filter: null`` has a meaning
     hf_cce: dict[str, Any] | None = None
 
     @field_validator("hf_cce")

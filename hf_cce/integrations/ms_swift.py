@@ -16,13 +16,7 @@ from hf_cce import CCECallback
 
 
 class SwiftCCECallback(CCECallback):
-    """``CCECallback`` with the signature that ms-swift expects.
-
-    Args:
-        args: ms-swift's training arguments; not used, because each event passes what the callback needs.
-        trainer: the trainer being built; not used.
-        options: options of ``CCECallback``.
-    """
+    """``CCECallback`` with the arguments that ms-swift passes, of which only the options are used."""
 
     def __init__(self, args: Any, trainer: Any, **options: Any) -> None:
         super().__init__(**options)

@@ -5,9 +5,8 @@ and head weights. Versions: TRL 1.16; a TRL whose functions have other arguments
 other kernels.
 
 How: ``CCECallback`` recognizes the trainer by the type of its arguments, and sets ``current`` during each step of a patched
-model. ``apply`` then uses hf_cce's operator. TRL's function is used in evaluation, and for a head that DeepSpeed ZeRO-3
-gathers only during TRL's call. No callback is called when a step raises: ``current`` then stays set until the next training
-with a callback begins, and a trainer without one uses hf_cce's operator too, which gives the same divergence.
+model. ``apply`` then uses hf_cce's operator, except in evaluation and for a head that DeepSpeed ZeRO-3 gathers only during TRL's
+call. If a step raises, ``current`` stays set until the next training with a callback begins; that changes no result.
 
 GKD and GOLD pass the logits of both models to a static method, ``generalized_jsd_loss``, which is wrapped: it handles deferred
 logits of the student with full logits of the teacher, and passes everything else to the original.

@@ -22,11 +22,7 @@ TUNERS = {"peft.tuners.adalora": "AdaLoraModel", "peft.tuners.adaption_prompt": 
 
 
 def install() -> None:
-    """Make adapters run the hooks of a patched model, however they call it.
-
-    The value of a patched model's attribute ``STATE`` has a method ``run_with_hooks(model, call, args, kwargs)``. It runs
-    ``call(*args, **kwargs)``, which calls the model's forward, with the work of the hooks before and after it.
-    """
+    """Make adapters run the hooks of a patched model, however they call it."""
     try:
         version("peft")
     except PackageNotFoundError:
