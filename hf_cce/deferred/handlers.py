@@ -39,8 +39,7 @@ from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
-Handlers = dict[str, Callable[..., Any]]
-HANDLERS: Handlers = {}
+HANDLERS: dict[str, Callable[..., Any]] = {}
 # Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy"}
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
@@ -48,9 +47,11 @@ LARGEST_TOPK = 128  # TRL's SDFT uses 100
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
 
 
-def implements(*names: str) -> Callable[[Any], Any]:
+def implements(*names: str, by_name: bool = False) -> Callable[[Any], Any]:
+    """Return a decorator that adds a function to the table; ``by_name``: its first argument is the name."""
+
     def register(function: Any) -> Any:
-        HANDLERS.update(dict.fromkeys(names, function))
+        HANDLERS.update({name: functools.partial(function, name) if by_name else function for name in names})
         return function
 
     return register
@@ -85,13 +86,10 @@ HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 
 
+@implements("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", by_name=True)
 def _new(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``x.new_zeros(…)`` and the like, which need only the dtype and device of ``x``."""
+    """Only the dtype and device of ``x`` are needed."""
     return getattr(torch.empty(0, dtype=x.dtype, device=x.device), name)(*args, **kwargs)
-
-
-for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
-    HANDLERS[_name] = functools.partial(_new, _name)
 
 
 @implements("contiguous")
@@ -109,6 +107,7 @@ def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
     return made
 
 
+@implements("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", by_name=True)
 def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Reshape the token dimensions of [..., V]; a shape that does not end in V needs full logits."""
     result = getattr(torch.empty(x.shape, dtype=x.dtype, device="meta"), name)(*args, **kwargs)
@@ -118,8 +117,6 @@ def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply_to_token_dims(x, lambda z: z.reshape(*tokens, z.shape[-1]))
 
 
-for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"):
-    HANDLERS[_name] = functools.partial(_reshape, _name)
 HANDLERS["view_as"] = lambda x, other: _reshape("view", x, other.shape)
 
 
@@ -227,10 +224,8 @@ def _scale_in_place(name: str, x: Any, value: Any) -> Any:
     return x._write(x.recipe.with_ops(op), lambda z: apply_ops((op,), z))
 
 
-for _name in ("mul_", "multiply_", "__imul__"):
-    HANDLERS[_name] = functools.partial(_scale_in_place, "mul")
-for _name in ("div_", "divide_", "true_divide_", "__idiv__", "__itruediv__"):
-    HANDLERS[_name] = functools.partial(_scale_in_place, "div")
+implements("mul_", "multiply_", "__imul__")(functools.partial(_scale_in_place, "mul"))
+implements("div_", "divide_", "true_divide_", "__idiv__", "__itruediv__")(functools.partial(_scale_in_place, "div"))
 
 
 @implements("tanh")
@@ -273,6 +268,7 @@ def _add(x: Any, other: Any) -> Any:
 # Recorded distributions
 
 
+@implements("softmax", "log_softmax", by_name=True)
 def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None) -> Any:
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
     if isinstance(_stacklevel, torch.dtype):  # third argument of torch.softmax and of the method, unlike F.softmax
@@ -284,8 +280,6 @@ def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: 
     return _elementwise(x if dtype is None else _cast(x, dtype), (name, None), nonlinear=True)
 
 
-HANDLERS["softmax"] = functools.partial(_normalize, "softmax")
-HANDLERS["log_softmax"] = functools.partial(_normalize, "log_softmax")
 HANDLERS["exp"] = lambda x: _record_on_distribution(x, "exp", "log p")
 HANDLERS["log"] = lambda x: _record_on_distribution(x, "log", "p")
 
@@ -324,6 +318,7 @@ def _lineage(x: Any) -> Iterator[Any]:
 # Computed results
 
 
+@implements("cross_entropy", "nll_loss", by_name=True)
 def _loss(
     name: str,
     x: Any,
@@ -382,10 +377,6 @@ def _loss(
     if call.evaluation and reduction == "mean":  # Trainer leaves out batches whose loss is NaN
         loss = torch.where((target != ignore_index).any().to(loss.device), loss, math.nan)
     return loss.to(x.device, torch.promote_types(loss.dtype, x.dtype))
-
-
-HANDLERS["cross_entropy"] = functools.partial(_loss, "cross_entropy")
-HANDLERS["nll_loss"] = functools.partial(_loss, "nll_loss")
 
 
 def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, weight: Tensor | None) -> Tensor:
