@@ -24,8 +24,7 @@ _GRAD_FN: Any = Tensor.grad_fn  # the property of the class
 def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
     """Return the head's product, deferred if that pays and the weight can be read later; otherwise computed.
 
-    In a head that PEFT has wrapped (``call.adapted``) the deferred product is an ``AdapterHead``. LoRA adds B (A x): A x is
-    computed at once, because its last dimension is not V, and is wrapped as the input of B.
+    In a head that PEFT has wrapped, the deferred product is an ``AdapterHead``. LoRA adds B (A x): A x is computed at once.
     """
     device = hidden_states.device.type
     if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
@@ -50,7 +49,8 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
     few = not begun and call.token_sums is None and prefers_full_logits(hidden_states, weight, call.config)
     if few and not call.may_gather_head_again():  # the model's own loss would add nothing to ``token_sums``
-        call.note_few_tokens()
+        call.stats.few_tokens += not call.few_tokens
+        call.few_tokens = True
         return F.linear(hidden_states, weight, bias)
     call.vocab_size = weight.shape[0]
     if is_dtensor(hidden_states):
@@ -154,10 +154,7 @@ class _PlainInput(HeadInput, TensorProxy):
 
 
 class ShardedLogits(TensorProxy):
-    """Placeholder for the DTensor [..., V], sharded over V, that ``F.linear`` returns if the vocabulary is sharded.
-
-    Gathering it, which the loss of every process needs, returns deferred logits of the whole vocabulary.
-    """
+    """The DTensor [..., V] that ``F.linear`` returns if the vocabulary is sharded. Gathering it returns deferred logits."""
 
     def __init__(self, operands: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
         hidden_states, weight, _ = operands

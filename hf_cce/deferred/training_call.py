@@ -87,24 +87,15 @@ class TrainingCall:
 
     def unsharded(self, *parameters: Any) -> Any:
         """Return a context in which FSDP2 gathers the head's ``parameters`` if it freed one after a forward or backward pass."""
-        needed = not torch.compiler.is_compiling() and any(map(is_freed, parameters))
-        return self._gather(parameters) if needed else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _gather(self, parameters: tuple[Any, ...]) -> Iterator[None]:
-        gathered = []
-        try:
+        if torch.compiler.is_compiling() or not any(map(is_freed, parameters)):
+            return contextlib.nullcontext()
+        with contextlib.ExitStack() as gathered:
             for group in self._fsdp2_groups():
                 group.unshard()
-                gathered.append(group)
+                gathered.callback(group.reshard)
                 if not any(map(is_freed, parameters)):
-                    break
-            else:
-                raise RuntimeError(FREED)
-            yield
-        finally:
-            for group in gathered:
-                group.reshard()
+                    return gathered.pop_all()
+            raise RuntimeError(FREED)
 
     def may_gather_head_again(self) -> bool:
         """Return True if FSDP2 may free the head before the loss. Gathering is collective, so all processes must then defer."""
@@ -127,11 +118,6 @@ class TrainingCall:
             self.stats.traced = True
         else:
             self.stats.fused += self.labels or self.fused == 1
-
-    def note_few_tokens(self) -> None:
-        if not self.few_tokens:
-            self.few_tokens = True
-            self.stats.few_tokens += 1
 
     def note_materialized(self, why: str) -> None:
         if self.evaluation:
