@@ -1,11 +1,7 @@
 """Divergences by Triton kernels, without kept logits, over slabs of the vocabulary.
 
-One pass computes the statistics of each row (two passes for the JSD), another one the gradients.
-
-Each slab's rows of the weight's gradient are written once, from float32 accumulators; the gradient of the hidden states is
-accumulated over slabs in float32. The backward pass recomputes the logits, so it works for any upstream gradient.
-
-Legend: as in ``hf_cce.divergence_spec``.
+One pass computes the statistics of each row (two passes for the JSD), another one the gradients. It recomputes the logits, so it
+works for any upstream gradient. Legend: as in ``hf_cce.divergence_spec``.
 """
 
 from __future__ import annotations
@@ -70,7 +66,11 @@ def row_stats(
         # A copy, which autograd saves: the caller may change the divergence in place.
         return divergence, entropy, (lse, teacher_lse, divergence.clone())
     lse, entropy = kernels.row_lse(student, tokens.num_valid, spec.entropy, spec.memory_budget)
-    teacher_lse = _teacher_lse(teacher, tokens, spec, slabs)
+    if teacher.weight is not None:
+        teacher_lse = kernels.row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
+    else:
+        given = (tokens.gather(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
+        teacher_lse = torch.stack([teacher.finish(z, torch.float32).float().logsumexp(1) for z in given]).logsumexp(0)
     divergence, offset = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in slabs:
         s, t = _slab_heads(student, teacher, tokens, slab)
@@ -78,13 +78,6 @@ def row_stats(
         divergence += jsd.sum(0)
         offset += student_kl.sum(0)
     return divergence, entropy, (lse, teacher_lse, offset)
-
-
-def _teacher_lse(teacher: Head, tokens: Tokens, spec: DivergenceSpec, slabs: list[slice]) -> Tensor:
-    if teacher.weight is not None:
-        return divergence_kernels().row_lse(teacher, tokens.num_valid, False, spec.memory_budget)[0]
-    given = (tokens.gather(teacher.columns(slab.start, slab.stop).hidden) for slab in slabs)
-    return torch.stack([teacher.finish(z, torch.float32).float().logsumexp(1) for z in given]).logsumexp(0)
 
 
 def _fold(parts: list[Tensor], spec: DivergenceSpec) -> list[Tensor]:

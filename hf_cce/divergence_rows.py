@@ -102,8 +102,7 @@ def one_pass(
 ) -> tuple[Tensor, Tensor, GradSums]:
     """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
 
-    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. In 16 bits, the float32 sums of the weight's
-    gradient take as much memory as the gradient itself.
+    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1.
     """
     entropy, stop = student.hidden.new_empty(0, dtype=accumulation_dtype(student.hidden.dtype)), 0
     if spec.entropy and by_row is None:
@@ -148,7 +147,7 @@ def gradients_of_sums(
 ) -> HeadGrads:
     """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, multiplied by the scalar ``by``."""
     x, loss_spec = _block_problem(student, tokens, spec, wanted.needs)
-    return wanted.pad(*sums.finalize(x, loss_spec, by, by, torch.ones_like(by)))
+    return wanted.pad(*sums.finalize(x, loss_spec, by))
 
 
 def gradients_by_blocks(

@@ -50,8 +50,8 @@ class Head(NamedTuple):
 class Tokens(NamedTuple):
     """An order of the tokens in which those selected by the mask come first."""
 
-    order: Tensor | None  # [N], on a CPU only the selected tokens; None if all are selected
-    num_valid: Tensor | None  # scalar int64; may be None if order is
+    order: Any  # [N], on a CPU only the selected tokens; None if all are selected
+    num_valid: Any  # scalar int64; may be None if order is
 
     @classmethod
     def of(cls, mask: Tensor | None, n: int, device: torch.device) -> Tokens:
@@ -70,7 +70,6 @@ class Tokens(NamedTuple):
         return torch.where(self.valid(x)[rows, None], x.index_select(0, self.order[rows]), 0)
 
     def valid(self, x: Tensor) -> Tensor:
-        assert self.order is not None and self.num_valid is not None
         return torch.arange(self.order.numel(), device=x.device) < self.num_valid
 
     def scatter(self, values: Tensor, n: int) -> Tensor:

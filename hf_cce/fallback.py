@@ -158,10 +158,10 @@ class LogitGrads:
     chosen: Tensor | None  # [n], indices of the tokens, see ``reference.select_rows``
     scale: Tensor | float
 
-    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, times ``factor`` · ``grad``."""
-        multiplier = (factor * grad).to(accumulation_dtype(self.logits.dtype)) / self.scale
-        return self._multiply(x, spec, torch.ones_like(lse), multiplier)
+    def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
+        """Return the gradients of hidden, weight and bias, times the scalar ``by``."""
+        by = by.to(accumulation_dtype(self.logits.dtype)) / self.scale
+        return self._multiply(x, spec, by.new_ones(len(x.hidden)), by)
 
     def finalize_by_token(self, x: Inputs, spec: LossSpec, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias for upstream gradients ``grad`` [N]."""
@@ -264,8 +264,9 @@ class GradSums:
     weight: Tensor | None = None  # [rows, D], rows <= V
     overflow: Tensor | None = None  # [V − rows, D]
 
-    def finalize(self, x: Inputs, spec: LossSpec, lse: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor | None]:
-        multiplier = (factor * grad).to(lse.dtype) / self.scale
+    def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
+        """Return the gradients of hidden, weight and bias, times the scalar ``by``."""
+        multiplier = by.to(accumulation_dtype(x.hidden.dtype)) / self.scale
 
         def rounded(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
             if sums is None or like is None or sums.dtype == like.dtype:

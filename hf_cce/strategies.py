@@ -1,7 +1,7 @@
 """The strategies to compute a loss, each with ``forward`` and ``backward``. ``hf_cce.dispatch`` picks one of them.
 
 A strategy lives for one call. ``forward`` returns the outputs and the tensors that ``hf_cce.ops`` saves for autograd, and may
-leave more in ``cache``. ``backward`` consumes the cache; without one it returns None, and the caller recomputes the gradients.
+leave more in ``cache``. ``backward`` consumes the cache; without one it returns None, and the caller calls ``recompute``.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ compile_failures: dict[torch.device, str] = {}
 
 
 def with_fallback(compute: Callable[[bool], T], triton: bool, spec: LossSpec, device: torch.device) -> T:
-    """Return ``compute(triton)``; if Triton cannot compile a kernel, warn once and return ``compute(False)``.
-
-    A new GPU or Triton release may cause this. With ``implementation="triton"`` the error is raised instead.
-    """
+    """Return ``compute(triton)``; if Triton cannot compile a kernel, as on a new GPU, warn once and return ``compute(False)``."""
     if triton and device not in compile_failures:
         try:
             return compute(True)
@@ -264,7 +261,7 @@ class OnePass(Strategy):
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         grad = reference.zero_if_all_ignored(upstream[0], x.labels, spec)
-        return cache.finalize(x, spec, saved.lse, saved.factor, grad)
+        return cache.finalize(x, spec, saved.factor * grad)
 
 
 class OneBlock(OnePass):
@@ -416,10 +413,7 @@ class Statistics(Strategy):
 
 
 class StatisticsKeepingLogits(Statistics):
-    """Per-token statistics in PyTorch, with the logits in the inputs' dtype kept for the backward pass.
-
-    The outputs are ``LogitStats`` and −log p(label).
-    """
+    """Statistics and −log p(label) of each token in PyTorch; the logits are kept in the inputs' dtype for the backward pass."""
 
     reads_weight_in_slabs = False
 
