@@ -2,9 +2,7 @@
 
 It depends on the student's probabilities of these tokens and of all others together ("lump"), or on the former relative to each
 other. Its gradient with respect to the logit of entry v is e_v for one of the k tokens, else −c · p_v, with a number c for each
-position.
-
-Legend: as in ``hf_cce.divergence_spec``.
+position. Legend: as in ``hf_cce.divergence_spec``.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ class TopK(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The k tokens of a teacher.
-
-    Where padding, the id and later the gradient are those of the most probable token, so that ``scatter_`` writes it twice.
-    """
+    """The k tokens of a teacher. Padding has the id, and later the gradient, of the most probable token: it is written twice."""
 
     ids: Tensor  # [N, k]
     log_p: Tensor  # [N, k]; very low where padding: minus infinity would give NaN

@@ -16,9 +16,8 @@ from torch.nn.modules import module as _module
 
 from hf_cce.quantized import FrozenWeight
 
-# Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations
-# (PEFT's LoRA layers and modules_to_save wrapper; containers and dropout of torch.nn), so a lazy input is safe there. Or they
-# compute the weight, as weight_norm does.
+# Modules of these packages pass their input to the Linear inside and add their own term in plain torch operations, so a lazy
+# input is safe there; or they compute the weight, as weight_norm does.
 _TRANSPARENT = (
     "peft.", "torch.nn.modules.container", "torch.nn.modules.dropout", "torch.nn.modules.linear", "torch.nn.utils.parametriz",
 )  # fmt: skip

@@ -1,8 +1,7 @@
 """The custom operators of the loss (torch.library), and the autograd function that runs a strategy in eager mode.
 
-``hf_cce::logit_stats`` returns differentiable per-token statistics without materializing the logits; ``hf_cce::cross_entropy``
-returns a scalar loss. Traced code calls the operators. Eager code bypasses them, because a Python operator of torch.library costs
-several times the host time of a small batch's kernels.
+``hf_cce::logit_stats`` returns differentiable per-token statistics, ``hf_cce::cross_entropy`` a scalar loss. Traced code calls
+them. Eager code does not, because a Python operator of torch.library costs more host time than all kernels of a small batch.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Legend: N tokens, D hidden size, V vocabulary. z = softcap(logit_scale · (h Wᵀ + b)), p = softmax(z), lse = logsumexp(z).
 
-``logit_stats`` and ``logit_stats_backward`` loop over slabs of the vocabulary and hold one slab of logits at a time. The backward
-pass recomputes the logits (four GEMMs in all), so it works for any upstream gradient, any number of times.
-``hf_cce.fallback`` is faster for a scalar loss.
+``logit_stats`` and ``logit_stats_backward`` loop over slabs of the vocabulary. The backward pass computes the logits again (four
+GEMMs in all), so it works for any upstream gradient, any number of times. ``hf_cce.fallback`` is faster for a scalar loss.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> t
 def select_rows(x: Inputs, spec: LossSpec, mask: bool = True) -> tuple[Inputs, Tensor | None]:
     """Return the inputs of the tokens that have a label, and the indices of these tokens; None if no token is left out.
 
-    On a GPU no token is left out, because finding them would synchronize. On a CPU at least ``MIN_ROWS_CPU`` tokens are kept. The
-    hidden states of tokens without a label are zeroed, so that NaN there cannot propagate; on a GPU only if ``mask``.
+    On a GPU no token is left out, because finding them would synchronize. The hidden states of tokens without a label are zeroed,
+    so that NaN there cannot propagate; on a GPU only if ``mask``.
     """
     valid = x.labels != spec.ignore_index
     if _would_sync(valid):

@@ -1,9 +1,8 @@
 """Per-token statistics of a head whose vocabulary is sharded over ranks (tensor parallelism), without gathering it.
 
 Legend: N tokens, D hidden size, V vocabulary, V_r rows of the weight on this rank. All ranks have the same hidden states and
-labels. Each computes the statistics of its slice with the same operator as for a whole head; a few numbers per token are then
-all-reduced. In the backward pass each rank computes the gradient of its slice from the lse of the whole vocabulary, and the
-gradient of the hidden states [N, D] is all-reduced.
+labels. Each computes the statistics of its slice, of which a few numbers per token are all-reduced, and the gradient of its slice
+from the lse of the whole vocabulary; the gradient of the hidden states [N, D] is all-reduced.
 """
 
 from __future__ import annotations
@@ -89,10 +88,9 @@ def full_logits(logits: Any) -> Tensor:
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
-    """Compute the statistics over the whole vocabulary; ``is_top1`` is empty.
+    """Compute the statistics over the whole vocabulary, equal on all ranks; ``is_top1`` is empty.
 
-    In ``x``, hidden is a replicated DTensor, weight and bias are DTensors sharded over V, and labels are in [0, V) or
-    ignored. Results are equal on all ranks. All but ``log_sum_sq`` are differentiable; every rank must use the same loss.
+    All but ``log_sum_sq`` are differentiable; every rank must use the same loss.
     """
     hidden, weight, bias, labels = x
     own = (hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), labels)  # type: ignore[attr-defined]

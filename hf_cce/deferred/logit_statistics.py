@@ -188,13 +188,10 @@ def _mean_logit(r: Recipe) -> Tensor:
     arguments, acc_dtype = r.loss_arguments(), accumulation_dtype(r.hidden_states.dtype)
     hidden, bias = arguments["hidden_states"], arguments["bias"]
     mean = arguments["weight"].mean(0, dtype=acc_dtype)
-
-    def product(hidden: Tensor, mean: Tensor) -> Tensor:
-        return hidden.to(acc_dtype) @ mean
-
     rows = max(1, r.scratch_bytes() // (4 * acc_dtype.itemsize * hidden.shape[-1]))
     parts = hidden.reshape(-1, hidden.shape[-1]).split(rows)
-    found = torch.cat([_recomputed(product, part, mean) for part in parts]).view(hidden.shape[:-1])
+    products = [_recomputed(lambda h, mean: h.to(acc_dtype) @ mean, part, mean) for part in parts]
+    found = torch.cat(products).view(hidden.shape[:-1])
     return arguments["logit_scale"] * (found if bias is None else found + bias.mean(dtype=acc_dtype))
 
 

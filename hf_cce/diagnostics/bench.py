@@ -61,8 +61,7 @@ def time_interleaved(
 ) -> dict[Key, list[float]]:
     """Return the milliseconds of each call. The functions take turns, because clock rates fall while a chip warms up.
 
-    On a GPU this is device time: each call is queued while the device sleeps, so the time that Python needs to launch kernels is
-    not counted. Training hides it too, as the device is still busy with earlier layers. Elsewhere it is wall time.
+    On a GPU this is device time, without the time to launch kernels, which training hides, too. Elsewhere it is wall time.
     """
     taken: dict[Key, list[Any]] = {key: [] for key in functions}
     for turn in range(repeats):

@@ -350,11 +350,10 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     state, head = patch_of(model), find_head(model)
     if state is None or head is None:
         return None
-    entry = head.__dict__.get(STATE)
-    # The call may belong to a patched model that contains this one
-    is_nested = entry is not None and entry.call is not None and entry.call.owner is not state
     entry = _restore_forward(head)
-    call = None if entry is None or is_nested else entry.call
+    call = None if entry is None else entry.call
+    if call is not None and call.owner is not state:  # of a patched model that contains this one
+        call = None
     if kwargs.get("fused_lm_head"):
         call = None if torch.compiler.is_compiling() else trl.end_call()
         if call is not None and call.stats is state.stats and output is not None:

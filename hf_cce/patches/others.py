@@ -1,9 +1,8 @@
 """Liger, Apple's CCE and Unsloth: detect another fused loss on a model, so that the two do not conflict.
 
 Cause: each replaces the causal LM's ``forward``, its loss function or ``torch.nn.functional.cross_entropy`` by its own function,
-which either bypasses the head or reads the logits. Versions: read in liger-kernel 0.8.5, Axolotl 0.19.0,
-unsloth 2026.10.9 with unsloth_zoo 2026.10.9, and cut_cross_entropy.transformers of apple/ml-cross-entropy and of Axolotl's fork.
-Can be removed when none of them replaces a forward any more.
+which bypasses the head or reads the logits. Versions: liger-kernel 0.8.5, Axolotl 0.19.0, unsloth and unsloth_zoo 2026.10.9,
+cut_cross_entropy.transformers of Apple and of Axolotl's fork. Can be removed when none of them replaces a forward any more.
 """
 
 from __future__ import annotations

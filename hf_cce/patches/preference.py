@@ -1,9 +1,9 @@
 """TRL: replace the kernel of ``selective_log_softmax``, ``selective_log_softmax_and_entropy`` and ``entropy_from_logits``.
 
 Cause: the experimental trainers (ORPO, CPO, TPO, A2PO, SDPO, SDFT …) pass ``model(input_ids, …).logits`` to these functions. On
-a GPU they run a Triton kernel on the logits' memory, which deferred logits do not have. Elsewhere they use PyTorch operations
-that ``hf_cce.deferred.handlers`` supports, but with one pass over the vocabulary per sequence. Versions: TRL 1.16; a TRL whose
-functions have other arguments is not patched. Can be removed when TRL gives these trainers its fused LM head.
+a GPU they run a Triton kernel on the logits' memory, which deferred logits do not have. Elsewhere they use operations that are
+supported, but with one pass over the vocabulary per sequence. Versions: TRL 1.16; a TRL whose functions have other arguments is
+not patched. Can be removed when TRL gives these trainers its fused LM head.
 
 How: at each call, the three functions look up two names in ``trl.trainer.utils``: the check whether the kernel supports these
 tensors, and the kernel. The replacements handle deferred logits and pass everything else on.
