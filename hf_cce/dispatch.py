@@ -289,10 +289,7 @@ def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
 def dispatch_statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, with_lse: bool, state: FilterState | None
 ) -> Strategy:
-    """Return the strategy for per-token statistics; their gradients are filtered only with a ``state``.
-
-    Without ``with_lse``, logsumexp and the label's logit are not needed.
-    """
+    """Return the strategy for per-token statistics. A ``state`` enables the gradient filter."""
     p = Problem.of(x)
     if prefers_full_logits(p, spec):
         return FullLogits(spec, SUM, False)

@@ -258,10 +258,7 @@ def token_divergences(
     entropy: bool = False,
     summed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL.
-
-    ``summed``: as in ``_divergences``.
-    """
+    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
     config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
     head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, student.hidden_states)
     given = _prepare_teacher(teacher, student.hidden_states, temperature)

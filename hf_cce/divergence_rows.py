@@ -66,7 +66,10 @@ class KeptGradient(NamedTuple):
 def divergence_of_rows(
     of_rows: OfRows, student: Head, spec: DivergenceSpec, factor: Tensor | float | None
 ) -> tuple[Tensor, Tensor, KeptGradient | None]:
-    """Return divergence [N], student entropy [N] (empty if not wanted) and, with the ``factor`` on the sum, logits' gradient."""
+    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
+
+    ``factor`` is the scalar by which the caller multiplies the divergences.
+    """
     hidden, weight = student.hidden, student.weight
     n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
     scale: Tensor | float | None = None
@@ -234,10 +237,7 @@ def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
 def _divergence_and_gradient(
     log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the divergence of each row, and two tensors whose difference is its gradient with respect to the student's logits.
-
-    Overwrites the arguments.
-    """
+    """Return the divergence of each row, and two tensors whose difference is its gradient. Overwrites the arguments."""
     if beta == 0.0:
         pt = log_pt.exp()
         divergence = expectation(pt, log_pt.sub_(log_ps), infinite)

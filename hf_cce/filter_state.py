@@ -92,10 +92,7 @@ class FilterState:
         return _states.get(handle)
 
     def on(self, device: torch.device) -> FilterState:
-        """Return the state for ``device``: self for the first device requested, a separate one for each other device.
-
-        DataParallel's threads share this object, but a threshold is a tensor on one device.
-        """
+        """Return the state for ``device``: DataParallel's threads share this object, but a threshold lives on one device."""
         with _lock:
             if self._device is None:
                 self._device = device

@@ -115,11 +115,8 @@ def _is_4_bit(kind: Any) -> bool:
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Return True under a transform of ``torch.func`` or forward-mode AD (given ``tensors``, only if one has a tangent).
-
-    Always False under torch.compile, where this cannot be detected.
-    """
-    if torch.compiler.is_compiling():
+    """Return True under a transform of ``torch.func`` or forward-mode AD (given ``tensors``, only if one has a tangent)."""
+    if torch.compiler.is_compiling():  # it cannot be detected
         return False
     if torch._C._are_functorch_transforms_active():
         return True

@@ -226,11 +226,8 @@ def _statistics(
 
 
 def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
-    """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``.
-
-    Always False under torch.compile, where shapes may change.
-    """
-    if torch.compiler.is_compiling():
+    """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``."""
+    if torch.compiler.is_compiling():  # shapes may change
         return False
     config = checks.check_config(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])

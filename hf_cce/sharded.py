@@ -40,8 +40,11 @@ def why_not_sharded(hidden: Any, weight: Any, bias: Any = None) -> str | None:
     The hidden states must be a replicated DTensor: only that shows that all ranks have the same tokens. An FSDP2 weight looks
     the same as a tensor-parallel one, but there each rank has tokens of its own.
     """
+    from torch.distributed.tensor import Shard
+
     for name, value in [("weight", weight)] if bias is None else [("weight", weight), ("bias", bias)]:
-        if not is_dtensor(value) or not _is_sharded_on_dim0(value):
+        placements: Any = value.placements if is_dtensor(value) else ()
+        if len(placements) != 1 or type(placements[0]) is not Shard or placements[0].dim != 0:
             return f"the head's {name} is not split over its first dimension ({_layout(value)})"
         replicated = is_dtensor(hidden) and all(placement.is_replicate() for placement in hidden.placements)
         if not replicated or value.device_mesh != hidden.device_mesh:
@@ -172,13 +175,6 @@ class _Statistics(torch.autograd.Function):
             # Detached: with create_graph=True this output has a grad_fn, which raises on a second derivative.
             dist.all_reduce(gradients[0].detach(), dist.ReduceOp.SUM, part.group)
         return (None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
-
-
-def _is_sharded_on_dim0(value: Any) -> bool:
-    from torch.distributed.tensor import Shard
-
-    (first, *more) = value.placements
-    return not more and type(first) is Shard and first.dim == 0
 
 
 def _layout(value: Any) -> str:

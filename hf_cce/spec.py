@@ -13,9 +13,11 @@ from torch import Tensor
 
 from hf_cce.config import CCEConfig
 
-# How a divergence and its gradients are computed: see ``hf_cce.divergence_passes`` for "slabs", else ``hf_cce.divergence_rows``.
-# "keep": the student's logits are kept for the backward pass. "one_pass": gradients are computed with the divergence, for equal
-# upstream gradients of all tokens. "blocks": the logits are computed twice.
+# How a divergence and its gradients are computed:
+# - "slabs": by kernels, twice (three times for the JSD), see ``hf_cce.divergence_passes``;
+# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``, as for the others;
+# - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
+# - "blocks": the logits are computed twice.
 Way = Literal["slabs", "keep", "one_pass", "blocks"]
 
 

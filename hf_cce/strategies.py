@@ -311,10 +311,7 @@ class Recompute(Strategy):
 
 
 class Exact(Recompute):
-    """Triton kernels without the gradient filter.
-
-    The forward pass computes the gradients or caches exponentials, as the budget allows.
-    """
+    """Triton kernels without the gradient filter. If the budget allows, forward computes gradients or caches exponentials."""
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         if self.spec.label_smoothing or not any(self.spec.needs[:2]):

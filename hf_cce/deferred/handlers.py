@@ -392,10 +392,7 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, w
 
 
 def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log p of the token ids ``index`` [...] and the entropy, with zeros where ``row_mask`` [...] is zero.
-
-    Call only if ``can_compute_log_probs(x, index)``.
-    """
+    """Return log p of ``index`` [...], see ``can_compute_log_probs``, and the entropy; zeros where ``row_mask`` [...] is zero."""
     labels = index if row_mask is None else index.masked_fill(row_mask.to(index.device) == 0, NO_LABEL)
 
     def native(z: Tensor) -> tuple[Any, ...]:
@@ -446,10 +443,7 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @implements("gather")
 def _gather(x: Any, dim: Any, index: Any) -> Any:
-    """Return the logits, log-probabilities or probabilities of the token ids ``index`` [..., K]; logits keep their dtype.
-
-    If the full logits were computed, they are used.
-    """
+    """Return the logits (in their dtype), log-probabilities or probabilities of the token ids ``index`` [..., K]."""
     found = _meaning_of(x, "z", "p", "log p")
     known = dim in (-1, x.ndim - 1) and not x.recipe.mask_ops() and x.shared_storage.values is None
     known = known and isinstance(index, Tensor) and index.dim() == x.ndim and index.shape[:-1] == x.shape[:-1]

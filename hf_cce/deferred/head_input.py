@@ -154,7 +154,7 @@ class _PlainInput(HeadInput, TensorProxy):
 
 
 class ShardedLogits(TensorProxy):
-    """The DTensor [..., V] that ``F.linear`` returns if the vocabulary is sharded. Gathering it returns deferred logits."""
+    """Placeholder for the DTensor [..., V] of a head whose vocabulary is sharded. Gathering it returns deferred logits."""
 
     def __init__(self, operands: tuple[Any, Any, Any], call: TrainingCall, cast: torch.dtype | None) -> None:
         hidden_states, weight, _ = operands

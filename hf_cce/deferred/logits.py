@@ -100,11 +100,9 @@ class LazyLogits(LazyTensor):
                 "creating views, or use the model without hf_cce (remove_cce)"
             )
 
-    def _check_fresh(self, for_values: bool = False) -> None:
-        """Raise a RuntimeError if the recipe is stale. ``for_values``: full logits that exist already do not need it."""
+    def _check_fresh(self) -> None:
         self._check_views()
-        if not for_values or self.shared_storage.values is None:
-            self.recipe.check_fresh()
+        self.recipe.check_fresh()
 
     def to_local(self, **_: Any) -> Any:
         """Return self. Hooks of tensor parallelism call this as on a DTensor; every process has all the logits."""
@@ -177,11 +175,12 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _materialize_values(self, why: str) -> Tensor:
         """Return the full logits, without a gradient."""
         if not self._is_stale:
-            self._check_fresh(for_values=True)
+            self._check_views()
         storage, source = self.shared_storage, self
         while source is not None and source.recipe.meaning.kind != "z":  # softmax and log_softmax share the full logits
             source = source.parent
         if storage.values is None:
+            self.recipe.check_fresh()
             with torch.inference_mode(False), torch.no_grad():
                 if source is None or source is self or source._is_stale:
                     self.recipe.call.note_materialized(why)

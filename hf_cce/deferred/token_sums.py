@@ -22,10 +22,7 @@ class TokenSums:
     sums: Tensor | None = None  # [4, 1 + LOSS_GROUPS], over the labels without a group, then by group
 
     def add(self, target: Tensor, ignore_index: int, found: LogProbs, groups: tuple[Tensor, Tensor] | None) -> None:
-        """Add the entries of ``found`` [...] where ``target`` [...] is not ``ignore_index``, without synchronizing.
-
-        ``groups``: what ``label_groups`` returned, or None.
-        """
+        """Add ``found`` [...] where ``target`` [...] is not ``ignore_index``, without synchronizing; see ``label_groups``."""
         valid = target != ignore_index
         values = valid, -found.log_probs, found.is_top1, found.entropy
         acc_dtype = torch.float32 if valid.device.type == "mps" else torch.float64

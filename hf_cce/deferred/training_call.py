@@ -164,10 +164,7 @@ class OptimizerSteps:
 
 
 def warn(message: str) -> None:
-    """Warn with the user's line, skipping the frames of libraries.
-
-    Python shows a text once per line, so each model that a notebook trains gets its warning, but not each step of a loop.
-    """
+    """Warn with the user's line, not that of a library: Python shows a text once per line, so once for each trained model."""
     if torch.compiler.is_compiling():
         warnings.warn(message, CCEWarning, stacklevel=3)
         return

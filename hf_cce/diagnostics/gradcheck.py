@@ -129,14 +129,12 @@ def _from_logits(x: Tensor, labels: Tensor, case: Case, count: int) -> tuple[Ten
 
 
 def with_full_logits(inputs: Inputs, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all quantities, computed with full logits in ``dtype``; gradients are multiplied by its loss scale.
-
-    In a wider dtype than that of the inputs, the logits of all tokens may not fit, so they are computed in chunks of tokens.
-    """
+    """Return all quantities, computed with full logits in ``dtype``; gradients are multiplied by its loss scale."""
     scale = LOSS_SCALE.get(dtype, 1.0)
     copy = inputs.to(dtype)
     leaves, (hidden, weight, all_labels, bias) = copy.leaves(), copy
     count = max(1, int((all_labels != IGNORED).sum()))
+    # In a wider dtype, the logits of all tokens may not fit.
     size = len(hidden) if dtype == inputs.hidden.dtype else max(1, CHUNK_BYTES // (8 * len(weight)))
     losses, log_probs = [], []
     for h, labels in zip(hidden.split(size), all_labels.split(size), strict=True):

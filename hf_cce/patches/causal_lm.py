@@ -312,10 +312,8 @@ def _deferring_forward(head: Any, foreign: Any, hidden_states: Any = None, *args
         return linear(hidden_states, head.weight, head.bias, call)
     call.adapted = type(head).forward is not nn.Linear.forward
     hidden_states = head_input(hidden_states, call)
-    if hasattr(head, "base_layer") and not torch.compiler.is_compiling():
-        with _defer_base_layer(head, call):
-            output = forward(hidden_states, *args, **kwargs)
-    else:
+    is_adapter = hasattr(head, "base_layer") and not torch.compiler.is_compiling()
+    with _defer_base_layer(head, call) if is_adapter else contextlib.nullcontext():
         output = forward(hidden_states, *args, **kwargs)
     if isinstance(output, AdapterHead):
         return output.deferred()
