@@ -146,7 +146,7 @@ def write_logit_gradient(
 
 @dataclass(frozen=True)
 class _Backward:
-    """Gradient computation of one loss, in one or more passes over the logits."""
+    """Gradients of one loss from slabs of the logits' gradient, which are multiplied one after the other."""
 
     inputs: LogitInputs
     grads: GradInputs
@@ -159,18 +159,18 @@ class _Backward:
     budget: int
 
     def run(self) -> None:
+        """Compute all gradients in one pass over the logits if possible.
+
+        The sum of dh over slabs needs a float32 accumulator. If one for all tokens would take more than half of the budget, a
+        second pass computes the logits again for dh (a fifth product of full size), one group of tokens at a time.
+        """
         (n, d, v, dtype), budget = self.inputs.shape, self.budget
-        for_vocabulary = bool(self.grad_weight.numel() or self.grad_bias.numel())
-        if (
-            self.cache is not None
-            or not self.grad_hidden.numel()
-            or dtype.itemsize == 4
-            or slab_width(n, v, dtype.itemsize, self.plan.block_n, budget) == v
-            or 4 * n * d <= budget // 2
-        ):
-            self.one_pass(slice(0, n), self.grad_hidden.numel() > 0, for_vocabulary)
+        for_hidden, for_vocabulary = self.grad_hidden.numel() > 0, self.grad_weight.numel() + self.grad_bias.numel() > 0
+        one_slab = slab_width(n, v, dtype.itemsize, self.plan.block_n, budget) == v
+        accumulates = for_hidden and dtype.itemsize < 4 and not one_slab
+        if self.cache is not None or not accumulates or 4 * n * d <= budget // 2:
+            self.one_pass(slice(0, n), for_hidden, for_vocabulary)
             return
-        # A float32 accumulator for all tokens would exceed half of the budget: recompute the logits for dh (a fifth GEMM).
         if for_vocabulary:
             self.one_pass(slice(0, n), False, True)
         groups = ceil_div(4 * n * d, budget // 2)
@@ -184,29 +184,32 @@ class _Backward:
         hidden, weight = inputs.hidden, inputs.weight
         label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
         slabs = self.slabs(inputs, for_hidden)
-        cached = 0 if self.cache is None else len(self.cache.slabs)
         multiple_products = len(slabs) > 1 or weight.shape[0] % ALIGNED > 0  # products are summed
         # Accumulate directly in grad_hidden if it is float32 or there is only one product.
         separate_accumulator = for_hidden and multiple_products and hidden.element_size() < 4
         total = torch.empty_like(hidden, dtype=torch.float32) if separate_accumulator else self.grad_hidden[rows]
-        factors = None if self.cache is None else exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
-        for number, slab in enumerate(slabs):
-            flags = None if factors is None or number >= cached else exp_to_dlogits_(slab, factors, inputs.labels)
+        factors, cached_columns = None, 0
+        if self.cache is not None:
+            cached_columns = self.cache.slabs[-1].stop
+            factors = exp_factors(self.cache.label.logit, inputs, grads, self.plan.block_m)
+        for slab in slabs:
+            # The gradient of a cached slab is computed from its exponentials, except in flagged row blocks.
+            is_cached = slab.start < cached_columns
+            flags = exp_to_dlogits_(slab, factors, inputs.labels) if is_cached and factors is not None else None
             write_logit_gradient(slab, inputs, grads, self.plan, flags, label)
             start, stop, values = slab
             gradient = values[:, : stop - start]  # [tokens, slab]
-            if for_vocabulary:
-                if self.grad_weight.numel():
-                    multiply_add(self.grad_weight[start:stop], gradient.t(), hidden, first=True)
-                if self.grad_bias.numel():
-                    self.grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
+            if for_vocabulary and self.grad_weight.numel():
+                multiply_add(self.grad_weight[start:stop], gradient.t(), hidden, first=True)
+            if for_vocabulary and self.grad_bias.numel():
+                self.grad_bias[start:stop] = gradient.sum(0, dtype=torch.float32)
             if for_hidden:
                 multiply_add(total, gradient, weight[start:stop], first=start == 0)
         if separate_accumulator:
             self.grad_hidden[rows] = total
 
     def slabs(self, inputs: LogitInputs, for_hidden: bool) -> list[Slab]:
-        """Return the cached slabs, then the slabs to compute, which share one buffer."""
+        """Return the cached slabs, then the slabs to compute, which share one buffer: that of the last cached slab, if any."""
         n, d, v, dtype = inputs.shape
         if self.cache is not None:
             cached = self.cache.slabs
@@ -223,29 +226,24 @@ class _Backward:
 def logit_stats_backward(
     x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads, cache: ExpCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same as ``hf_cce.reference.logit_stats_backward``.
+    """Compute the same as ``hf_cce.reference.logit_stats_backward``, from exponentials of the first columns if in the ``cache``.
 
-    Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of dh [N, D]. If that
-    accumulator would take more than half of the budget, dW and dh are computed in two passes, the second over groups of tokens.
-    ``cache`` has the first columns, and its last buffer is reused for the others.
+    Scratch, within the budget: one slab [N, width] and, with more than one slab, the float32 accumulator of dh [N, D].
     """
-    (hidden, weight, bias, _), (need_hidden, need_weight, need_bias) = x, spec.needs
-    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
+    (need_hidden, need_weight, need_bias), inputs = spec.needs, LogitInputs.from_spec(x, spec)
     n, d, v, _ = inputs.shape
-    grad_hidden = hidden.new_empty((n, d) if need_hidden else 0)  # contiguous, even if rows of hidden overlap
-    cached = None if cache is None else cache.grad_weight
-    grad_weight = weight.new_empty((v, d) if need_weight else 0) if cached is None else cached
-    grad_bias = weight.new_empty(v if need_bias else 0)
+    grad_hidden = x.hidden.new_empty((n, d) if need_hidden else 0)  # contiguous, even if rows of hidden overlap
+    if cache is not None and cache.grad_weight is not None:
+        grad_weight = cache.grad_weight
+    else:
+        grad_weight = x.weight.new_empty((v, d) if need_weight else 0)
+    grad_bias = x.weight.new_empty(v if need_bias else 0)
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
     grad_inputs = GradInputs.from_grads(lse, entropy, grads)
-    num_tiles = ceil_div(v, plan.block_n)
-    if (
-        cache is not None
-        and cache.slabs[0].stop == v
-        and pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
-    ):
+    num_tiles, budget = ceil_div(v, plan.block_n), spec.memory_budget
+    if cache is not None and cache.slabs[0].stop == v and pays_and_fits(inputs.shape, num_tiles, spec.needs, budget):
         slab = cache.slabs[0]
         factors = exp_factors(cache.label.logit, inputs, grad_inputs, plan.block_m, slab.values)
         write_logit_gradient(slab, inputs, grad_inputs, plan, factors.flags)
@@ -255,8 +253,7 @@ def logit_stats_backward(
             write_hidden_gradient(slab.values, factors, inputs, grad_hidden)
         return grad_hidden, grad_weight, grad_bias
     label = None
-    if uses_hopper(plan, bias, spec.softcap, grads.mean, grads.entropy):
-        has_active = cache is not None and cache.label.active is not None
-        label = cache.label if cache is not None and has_active else label_logits(inputs, plan, plan.block_m)
-    _Backward(inputs, grad_inputs, plan, cache, label, grad_hidden, grad_weight, grad_bias, spec.memory_budget).run()
+    if uses_hopper(plan, x.bias, spec.softcap, grads.mean is not None or grads.entropy is not None):
+        label = label_logits(inputs, plan, plan.block_m) if cache is None or cache.label.active is None else cache.label
+    _Backward(inputs, grad_inputs, plan, cache, label, grad_hidden, grad_weight, grad_bias, budget).run()
     return grad_hidden, grad_weight, grad_bias

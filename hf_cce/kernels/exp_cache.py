@@ -48,7 +48,7 @@ class ExpCache(NamedTuple):
 class CachePlan(NamedTuple):
     """Numbers of columns to cache: the first ones in the dW buffer, the ones after them in scratch memory."""
 
-    in_dw_buffer: int
+    in_dw: int
     in_scratch: int
 
 
@@ -131,7 +131,7 @@ def _exp_to_dlogits_kernel(
 
 
 def plan_cache(
-    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, in_dw_buffer: bool, budget: int
+    shape: Shape, num_tiles: int, block_n: int, dw_block_n: int, may_use_dw: bool, budget: int
 ) -> CachePlan | None:
     """Return how many columns to cache, or None if the budget does not have room for enough of them.
 
@@ -139,18 +139,16 @@ def plan_cache(
         num_tiles: column blocks of the forward pass; their statistics also take memory.
         block_n: the number of columns in scratch memory is a multiple of this, or all of V.
         dw_block_n: the number of columns in the dW buffer is a multiple of this.
-        in_dw_buffer: the buffer of dW may hold the first columns, if that saves scratch memory.
+        may_use_dw: the dW buffer may hold the first columns, if that saves scratch memory.
     """
     width = _scratch_columns(shape, num_tiles, block_n, budget)
-    if width == 0:
-        return None
-    if in_dw_buffer:
-        first = _dw_buffer_columns(shape, dw_block_n)
-        later = _scratch_columns(shape._replace(v=shape.v - first), num_tiles, block_n, budget, first > 0)
+    if width and may_use_dw:
+        in_dw = _dw_buffer_columns(shape, dw_block_n)
+        in_scratch = _scratch_columns(shape._replace(v=shape.v - in_dw), num_tiles, block_n, budget, in_dw > 0)
         # With two slabs, dh is summed in float32, which takes as much memory as 2 · D columns.
-        if later and (width < shape.v or first > 2 * shape.d):
-            return CachePlan(first, later)
-    return CachePlan(0, width)
+        if in_scratch and (width < shape.v or in_dw > 2 * shape.d):
+            return CachePlan(in_dw, in_scratch)
+    return CachePlan(0, width) if width else None
 
 
 def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, has_earlier_slab: bool = False) -> int:
@@ -161,18 +159,17 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, ha
     n, d, v, dtype = shape
     if dtype == torch.float16 or n == 0:  # the range of float16 is too small for the exponentials
         return 0
-    element = dtype.itemsize
-    left = budget - 4 * padded(n) * num_tiles - 16 * n
-    accumulator = 4 * n * d if element < 4 else 0
+    element, accumulator = dtype.itemsize, 4 * n * d if dtype.itemsize < 4 else 0
+    left = budget - 4 * padded(n) * num_tiles - 16 * n  # next to the statistics of tiles and of tokens
     if element * n * padded(v) + (accumulator if v % ALIGNED or has_earlier_slab else 0) <= left:
         return v
     if 2 * accumulator > budget:
         return 0
-    # Later slabs have the width of the cached one. Do not cache if tile statistics leave so little room that all would be narrow.
-    width, later_width = (
-        x // (element * n) // block_n * block_n for x in (min(left, budget - accumulator), budget - accumulator)
-    )
-    return min(width, v) if 4 * width >= 3 * later_width else 0
+    # The backward pass computes the other columns in slabs of this width. Statistics of tiles, which only the forward pass has,
+    # must not make them much narrower.
+    widest = (budget - accumulator) // (element * n) // block_n * block_n
+    width = min(widest, left // (element * n) // block_n * block_n)
+    return min(width, v) if 4 * width >= 3 * widest else 0
 
 
 def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
@@ -183,16 +180,15 @@ def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
 
 def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> ExpCache:
     """Allocate the buffers of the cache."""
-    n, d, v, _ = inputs.shape
-    first = plan.in_dw_buffer
-    rest = Slab(first, min(v, first + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
-    if not first:
-        return ExpCache([rest], label)
+    (n, d, v, _), in_dw = inputs.shape, plan.in_dw
+    scratch = Slab(in_dw, min(v, in_dw + plan.in_scratch), empty_slab(inputs.hidden, n, plan.in_scratch))
+    if not in_dw:
+        return ExpCache([scratch], label)
     grad_weight = inputs.weight.new_empty((v, d))
     # At the end of the buffer: the dW rows of these columns are written to its beginning while the cached values are still read.
-    start = (v * d - n * first) // 16 * 16
-    in_dw_buffer = grad_weight.view(-1)[start : start + n * first].view(n, first)
-    return ExpCache([Slab(0, first, in_dw_buffer), rest], label, grad_weight)
+    start = (v * d - n * in_dw) // 16 * 16
+    values = grad_weight.view(-1)[start : start + n * in_dw].view(n, in_dw)
+    return ExpCache([Slab(0, in_dw, values), scratch], label, grad_weight)
 
 
 def fill_cache(
@@ -202,14 +198,14 @@ def fill_cache(
     lse: Tensor,  # [N], written
     plan: Plan,
 ) -> None:
-    """Compute the exponentials to cache, and the logsumexp of each token."""
+    """Compute the exponentials to cache, and the logsumexp of each token over the whole vocabulary."""
     n, _, v, _ = inputs.shape
-    stride = padded(n)
-    tile_lse = torch.empty(ceil_div(v, plan.block_n) * stride, device=lse.device, dtype=torch.float32)
-    ends = [*(slab.start for slab in slabs[1:]), v]
-    for slab, end in zip(slabs, ends, strict=True):
-        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n * stride :])
-        tile_stats(inputs.columns(slab.start, end), slab_tiles, label, plan, slab.start, slab.values)
+    tile_lse = torch.empty((ceil_div(v, plan.block_n), padded(n)), device=lse.device, dtype=torch.float32)
+    # The logits of columns that are not cached are computed with the slab before them.
+    stops = [*(slab.start for slab in slabs[1:]), v]
+    for slab, stop in zip(slabs, stops, strict=True):
+        slab_tiles = TileStats(tile_lse[slab.start // plan.block_n :])
+        tile_stats(inputs.columns(slab.start, stop), slab_tiles, label, plan, slab.start, slab.values)
     combine(TileStats(tile_lse), inputs, label.logit, lse)
 
 

@@ -225,10 +225,9 @@ def tile_stats(
     first_col: int = 0,  # vocabulary entry of the first row of the weight
     exp_cache: Tensor | None = None,  # [N, ·], written: see hf_cce.kernels.exp_cache
 ) -> None:
-    """Compute ``tiles``, and ``label.logit`` for labels in [first_col, first_col + V).
+    """Compute ``tiles`` and, for labels in [first_col, first_col + V), ``label.logit``.
 
-    With ``exp_cache``, ``label.logit`` is read instead of written. If ``label.active`` is set, hf_cce.kernels.hopper computes the
-    tiles and does not write ``label.logit``.
+    With ``exp_cache``, ``label.logit`` is an input. It also is if ``label.active`` is set, which selects the Hopper kernel.
     """
     if label.active is not None:
         from hf_cce.kernels import hopper
@@ -262,28 +261,24 @@ def combine(
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the same as ``hf_cce.reference.logit_stats``. Scratch: 4 bytes per token, tile and statistic, within the budget."""
-    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
-    (n, _, v, _), device = inputs.shape, x.hidden.device
-    lse = torch.empty(n, dtype=torch.float32, device=device)
-    label = LabelLogits(torch.empty_like(lse))
-    results = [
-        torch.empty(n if want else 0, dtype=torch.bool if want and i == 3 else torch.float32, device=device)
-        for i, want in enumerate(wanted)
-    ]
+    inputs = LogitInputs.from_spec(x, spec)
+    n, _, v, _ = inputs.shape
+    lse = torch.empty(n, dtype=torch.float32, device=x.hidden.device)
+    results = [lse.new_empty(n if want else 0) for want in wanted]
+    if wanted.top1:
+        results[3] = torch.empty_like(lse, dtype=torch.bool)
     plan = make_plan(inputs.hidden, inputs.weight)
+    hopper = n > 0 and uses_hopper(plan, x.bias, spec.softcap, any(wanted))
+    label = label_logits(inputs, plan, plan.block_m) if hopper else LabelLogits(torch.empty_like(lse))
     num_tiles = ceil_div(v, plan.block_n)
-    per_token = 4 * num_tiles * (1 + sum(wanted))
-    group = max(plan.block_m, spec.memory_budget // per_token // plan.block_m * plan.block_m)  # tokens per launch
-    if n and uses_hopper(plan, x.bias, spec.softcap, *wanted):
-        label = label_logits(inputs, plan, plan.block_m)
-    for start in range(0, n, group):
-        rows = slice(start, min(n, start + group))
-        group_inputs = inputs.tokens(rows)
-        size = num_tiles * padded(group_inputs.shape.n)
-        tiles = TileStats(
-            *(torch.empty(size, device=device, dtype=torch.float32) if want else None for want in (True, *wanted))  # type: ignore[arg-type]
-        )
-        tile_stats(group_inputs, tiles, label.tokens(rows, plan.block_m), plan)
-        outputs = [*(result[rows] if want else None for result, want in zip(results, wanted, strict=True)), None]
-        combine(tiles, group_inputs, label.logit[rows], lse[rows], outputs)
+    bytes_per_token = 4 * num_tiles * (1 + sum(wanted))
+    size = max(plan.block_m, spec.memory_budget // bytes_per_token // plan.block_m * plan.block_m)  # tokens per launch
+    for start in range(0, n, size):
+        rows = slice(start, min(n, start + size))
+        group = inputs.tokens(rows)
+        stats = (lse.new_empty(num_tiles * padded(group.shape.n)) if want else None for want in (True, *wanted))
+        tiles = TileStats(*stats)  # type: ignore[arg-type]
+        tile_stats(group, tiles, label.tokens(rows, plan.block_m), plan)
+        outputs = [result[rows] if want else None for result, want in zip(results, wanted, strict=True)]
+        combine(tiles, group, label.logit[rows], lse[rows], [*outputs, None])
     return LogitStats(lse, label.logit, *results)

@@ -11,7 +11,6 @@ hf_cce.kernels.backward, and tests compare the two on a GPU. See ``hf_cce.kernel
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,6 +31,8 @@ from hf_cce.kernels.launcher import Kernel
 
 BLOCK_M = 128  # tokens of a tile, which share one flag in ``active``
 BLOCK_N = 256
+BLOCK_K = 32  # small, so that shared memory holds many stages, and one group can be further ahead of the other
+STORE_N = 64  # columns of one TMA store
 # Registers per thread of the two groups. With 24 for the warp that loads, this is all a multiprocessor has.
 REGISTERS = gl.constexpr(240)
 
@@ -294,27 +295,14 @@ def _hopper_tiles_kernel(
     )  # fmt: skip
 
 
-def constants() -> dict[str, Any]:
-    """Return the constants of a launch. Stages are small, so that one group can be further ahead of the other."""
-    return {
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": 32,
-        "STAGES": 8,
-        "GROUP_M": 64,
-        "STORE_N": 64,
-        "STORE_BUFFERS": 2,
-    }
+_shared_layout = lru_cache(gl.NVMMASharedLayout)
 
 
-@lru_cache(maxsize=8)
-def _shared_layout(bytes_per_row: int, bits: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(bytes_per_row, bits, rank=2)
-
-
-def tma_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Return a TMA descriptor of ``x`` with blocks [rows, cols], whose rows are swizzled in shared memory."""
-    return TensorDescriptor.from_tensor(x, [rows, cols], _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize))
+    return TensorDescriptor.from_tensor(
+        x, [rows, cols], _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize, rank=2)
+    )
 
 
 def launch(
@@ -328,18 +316,19 @@ def launch(
     stat_n: int = BLOCK_N,  # columns of one of ``tiles``: 128 or 256
 ) -> None:
     """Compute ``forward.tile_stats``, or with ``grads`` ``backward.write_logit_gradient`` without the label term."""
-    (n, d, v, _), shapes = inputs.shape, constants()
+    n, d, v, _ = inputs.shape
     assert BLOCK_N % stat_n == 0
     assert label.active is not None and label.active.numel() >= ceil_div(n, BLOCK_M)
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
     masked = grads is None and (start % BLOCK_N > 0 or v % BLOCK_N > 0)
-    sms = num_sms(inputs.hidden)
-    _hopper_tiles_kernel[(min(sms, ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
-        tma_descriptor(inputs.hidden, BLOCK_M, shapes["BLOCK_K"]), tma_descriptor(inputs.weight, BLOCK_N, shapes["BLOCK_K"]),
-        label.active, None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
-        None if out is None else tma_descriptor(out, BLOCK_M // 2, shapes["STORE_N"]),
-        16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n), n, v, start, stop - start, d,
-        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, **shapes, num_warps=4,
+    # Unused strides are 16 because Triton compiles another version of the kernel for numbers that 16 does not divide.
+    out_width, tile_stride = 16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n)
+    _hopper_tiles_kernel[(min(num_sms(inputs.hidden), ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
+        _descriptor(inputs.hidden, BLOCK_M, BLOCK_K), _descriptor(inputs.weight, BLOCK_N, BLOCK_K), label.active,
+        None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
+        None if out is None else _descriptor(out, BLOCK_M // 2, STORE_N), out_width, tile_stride, n, v, start, stop - start, d,
+        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K, STAGES=8, GROUP_M=64, STORE_N=STORE_N, STORE_BUFFERS=2, num_warps=4,
     )  # fmt: skip

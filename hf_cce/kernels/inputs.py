@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 
 def with_contiguous_rows(x: Any) -> Any:
-    """Copy ``x.hidden``, ``x.weight`` and ``x.bias`` if their last dimension is not contiguous; kernels need unit stride."""
+    """Return ``x`` (``LogitInputs`` or a head of ``hf_cce.divergence_spec``) with ``row_major`` hidden, weight and bias."""
     weight = None if x.weight is None else row_major(x.weight)
     return x._replace(hidden=row_major(x.hidden), weight=weight, bias=None if x.bias is None else x.bias.contiguous())
 
@@ -44,15 +44,14 @@ class LogitInputs(NamedTuple):
 
     @classmethod
     def from_spec(cls, x: Inputs, spec: LossSpec) -> LogitInputs:
-        return cls(*x, spec.ignore_index, spec.logit_scale, spec.softcap)
+        """Return the inputs of a loss, copied if their rows are not contiguous."""
+        inputs = cls(*x, spec.ignore_index, spec.logit_scale, spec.softcap)
+        return with_contiguous_rows(inputs._replace(labels=x.labels.contiguous()))
 
     @property
     def shape(self) -> Shape:
         (n, d), v = self.hidden.shape, self.weight.shape[0]
         return Shape(n, d, v, self.hidden.dtype)
-
-    def with_contiguous_rows(self) -> LogitInputs:
-        return with_contiguous_rows(self._replace(labels=self.labels.contiguous()))
 
     def tokens(self, rows: slice) -> LogitInputs:
         return self._replace(hidden=self.hidden[rows], labels=self.labels[rows])

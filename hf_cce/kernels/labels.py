@@ -155,9 +155,11 @@ def label_logits(
     n, d, v, _ = inputs.shape
     logit = torch.empty(n, device=hidden.device, dtype=torch.float32)
     active = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=hidden.device) if block_m else None
-    shapes = plan.label_constants()
-    _label_logit_kernel[(ceil_div(n, shapes["BLOCK_R"]),)](
+    block_r = 64 if hidden.device.type != "cpu" else 16  # Hopper's tensor cores multiply at least 64 rows
+    num_warps = 4 if plan.block_m >= 128 else plan.num_warps  # before Ampere, four warps spill registers
+    _label_logit_kernel[(ceil_div(n, block_r),)](
         hidden, weight, bias, labels, vocab_perm, logit, active, token_perm, sorted_hidden, n, v, d, hidden.stride(0),
-        weight.stride(0), ignore_index, *scale_and_softcap(inputs), BLOCK_M=block_m, **shapes,
+        weight.stride(0), ignore_index, *scale_and_softcap(inputs), PRECISION=plan.precision, BLOCK_M=block_m,
+        BLOCK_R=block_r, BLOCK_K=plan.block_k, num_warps=num_warps, num_stages=4,
     )  # fmt: skip
     return LabelLogits(logit, active)

@@ -1,11 +1,11 @@
-"""Launch configuration: tile shapes, pipeline depth, slab widths. All device-dependent choices are made here."""
+"""Launch configuration by device, dtype and shape: tiles, pipeline depth, slab widths, TMA."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,14 +19,14 @@ HOPPER_VERSIONS = ("3.6", "3.9")
 FLATTEN_VERSIONS = ("3.6",)
 
 
-def is_triton_release(versions: tuple[str, ...]) -> bool:
+def is_hopper_validated() -> bool:
+    return _is_triton_release(HOPPER_VERSIONS)
+
+
+def _is_triton_release(versions: tuple[str, ...]) -> bool:
     """Return True if the installed Triton is a release of one of these minor versions."""
     release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
     return release is not None and release[1] in versions
-
-
-def is_hopper_validated() -> bool:
-    return is_triton_release(HOPPER_VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,7 @@ class Plan:
     use_tma: bool
     precision: str  # of ``tiles.dot``: "ieee" or "tf32"; "upcast" in the interpreter
     group_m: int = 64  # row blocks that share weight tiles in L2
-    # Used only by the kernels over kept tiles (hf_cce.kernels.filter.sparse):
-    sparse_block_k: int = 64
-    block_d: int = 128  # columns of a tile of dh
-    sparse_warps: int = 4
-    hidden_stages: int = 3
-    weight_stages: int = 3
-    weight_block_d: int = 128
-    weight_warps: int = 4
-    tile_warps: int = 4
-    programs: int = 264  # programs that share the kept tiles
     hopper: bool = False  # hf_cce.kernels.hopper can be used
-
-    @property
-    def flatten(self) -> bool:
-        """True if ``sparse._kept_tiles_kernel`` flattens its loops into one."""
-        return self.hopper and is_triton_release(FLATTEN_VERSIONS)
-
-    def label_constants(self) -> dict[str, Any]:
-        """Return the constants of ``labels._label_logit_kernel``. Hopper's tensor cores multiply at least 64 rows."""
-        return {
-            "BLOCK_R": 16 if self.num_warps == 1 else 64,
-            "BLOCK_K": self.block_k,
-            "PRECISION": self.precision,
-            # Before Ampere, four warps spill registers.
-            "num_warps": self.num_warps if self.block_m < 128 else 4,
-            "num_stages": 4,
-        }
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -80,6 +54,34 @@ class Plan:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
+
+
+class ProductPlan(NamedTuple):
+    """Launch configuration of a product of kept tiles, with the weight for dh or with the hidden states for dW."""
+
+    block_k: int  # columns of a tile (dh) or its tokens (dW) that one step multiplies
+    block_d: int  # columns of dh or dW
+    num_warps: int
+    num_stages: int = 3
+
+    def constants(self) -> dict[str, int]:
+        names = ("BLOCK_K", "BLOCK_D", "num_warps", "num_stages")
+        return dict(zip(names, self, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan(Plan):
+    """Tiles of the filtered loss, and launch configurations of the kernels over kept tiles (hf_cce.kernels.filter.sparse)."""
+
+    programs: int  # programs that share the kept tiles
+    tile_warps: int  # of the kernel that computes kept tiles
+    for_hidden: ProductPlan
+    for_weight: ProductPlan
+
+    @property
+    def flatten(self) -> bool:
+        """True if ``sparse._kept_tiles_kernel`` flattens its loops into one."""
+        return self.hopper and _is_triton_release(FLATTEN_VERSIONS)
 
 
 def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
@@ -108,12 +110,12 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     return Plan(128, 128, 64, 4, 3, tma, precision, hopper=hopper)
 
 
-def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, *wanted: Any) -> bool:
-    """Return True if hf_cce.kernels.hopper can compute these tiles: no bias, no softcap, none of the statistics ``wanted``."""
-    return plan.hopper and bias is None and softcap == 0 and not any(x is not None and x is not False for x in wanted)
+def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, more_statistics: bool = False) -> bool:
+    """Return True if hf_cce.kernels.hopper computes the tiles: no bias, no softcap, no statistics but logsumexp and energy."""
+    return plan.hopper and bias is None and softcap == 0 and not more_statistics
 
 
-def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
+def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
     """Choose the tiles of the filtered loss: the filter keeps or drops whole tiles of BLOCK_M by BLOCK_N.
 
     On a GPU, only losses in bfloat16 are filtered.
@@ -122,23 +124,18 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> Plan:
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the sorted, contiguous copies are not aligned
         plan = replace(plan, use_tma=False, hopper=False)
     if hidden.device.type == "cpu":
-        return replace(
-            plan,
-            sparse_block_k=16,
-            block_d=32,
-            weight_block_d=64,
-            sparse_warps=1,
-            weight_warps=1,
-            tile_warps=1,
-            programs=3,
-        )
-    sms = num_sms(hidden)
-    if not plan.use_tma:
-        return replace(
-            plan, block_n=128, sparse_block_k=32, sparse_warps=8, weight_warps=8, tile_warps=8, programs=2 * sms
-        )
-    plan = replace(plan, block_n=128, num_warps=4, num_stages=3, hidden_stages=5, programs=2 * sms)
-    return replace(plan, weight_block_d=256, weight_warps=8) if hidden.shape[1] % 256 == 0 else plan
+        programs, tile_warps = 3, 1
+        for_hidden, for_weight = ProductPlan(16, 32, 1), ProductPlan(16, 64, 1)
+    elif not plan.use_tma:
+        plan, programs, tile_warps = replace(plan, block_n=128), 2 * num_sms(hidden), 8
+        for_hidden = for_weight = ProductPlan(32, 128, 8)
+    else:
+        plan, programs, tile_warps = replace(plan, block_n=128, num_warps=4, num_stages=3), 2 * num_sms(hidden), 4
+        for_hidden = ProductPlan(64, 128, 4, num_stages=5)
+        for_weight = ProductPlan(64, 256, 8) if hidden.shape[1] % 256 == 0 else ProductPlan(64, 128, 4)
+    return FilterPlan(
+        **vars(plan), programs=programs, tile_warps=tile_warps, for_hidden=for_hidden, for_weight=for_weight
+    )
 
 
 def _allows_tf32() -> bool:
@@ -184,7 +181,7 @@ def slab_width(n: int, v: int, bytes_per_logit: int, block_n: int, budget: int) 
 
 
 def row_major(x: Tensor) -> Tensor:
-    """Return ``x`` [·, D], copied if its last dimension is not contiguous: the kernels require unit stride there."""
+    """Return ``x`` [·, D], copied if its rows are not contiguous: the kernels do not take the stride of the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -72,18 +72,19 @@ def exact_cross_entropy(
     That is either the gradients for an upstream gradient of one, or exponentials for ``logit_stats_backward``, or None: all
     logits are then recomputed. dW may be allocated here, to hold exponentials until it is written.
     """
-    inputs = LogitInputs.from_spec(x, spec).with_contiguous_rows()
+    inputs, needs, budget = LogitInputs.from_spec(x, spec), spec.needs, spec.memory_budget
     plan, backward_plan = (make_plan(inputs.hidden, inputs.weight, backward) for backward in (False, True))
-    num_tiles, block_m = ceil_div(inputs.shape.v, plan.block_n), max(plan.block_m, backward_plan.block_m)
-    block_n = max(plan.block_n, backward_plan.block_n)
-    dw_block_n = block_n * (2 if uses_hopper(plan, x.bias, spec.softcap) else 1)  # a multiple of every kernel's BLOCK_N
-    multiplies_whole = pays_and_fits(inputs.shape, num_tiles, spec.needs, spec.memory_budget)
-    in_dw_buffer = spec.needs[1] and not spec.needs[2] and not multiplies_whole
-    columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, in_dw_buffer, spec.memory_budget)
-    size = group_size(inputs.shape, num_tiles, block_m, spec.needs, sum(columns or ()), spec.memory_budget)
+    hopper = uses_hopper(plan, x.bias, spec.softcap)
+    # Multiples of the blocks of every kernel
+    block_m, block_n = max(plan.block_m, backward_plan.block_m), max(plan.block_n, backward_plan.block_n)
+    dw_block_n = 2 * block_n if hopper else block_n
+    num_tiles = ceil_div(inputs.shape.v, plan.block_n)
+    may_use_dw = needs[1] and not needs[2] and not pays_and_fits(inputs.shape, num_tiles, needs, budget)
+    columns = plan_cache(inputs.shape, num_tiles, block_n, dw_block_n, may_use_dw, budget)
+    size = group_size(inputs.shape, num_tiles, block_m, needs, sum(columns or ()), budget)
     if not size and columns is None:
         return *cross_entropy(x, spec, factor), None
-    label = label_logits(inputs, plan, plan.block_m if uses_hopper(plan, inputs.bias, inputs.softcap) else 0)
+    label = label_logits(inputs, plan, plan.block_m if hopper else 0)
     lse = torch.empty_like(label.logit)
     saved: PrecomputedGradients | ExpCache
     if size or columns is None:

@@ -96,7 +96,7 @@ def test_the_buffer_of_dw_costs_neither_columns_nor_memory(n: int, d: int, v: in
     if plan is None or scratch_only is None:
         return
     assert sum(plan) >= sum(scratch_only)
-    if scratch_only.in_scratch == v and plan.in_dw_buffer:
+    if scratch_only.in_scratch == v and plan.in_dw:
         assert 2 * plan.in_scratch + 4 * d <= 2 * v
 
 

@@ -92,17 +92,15 @@ def _forward(
 
     Return None if the budget is too small for the filter.
     """
-    inputs = LogitInputs.from_spec(x, spec)
-    if not inputs.shape.n:
-        return None
-    plan = filter_plan(x.hidden, x.weight)
+    inputs, plan = LogitInputs.from_spec(x, spec), filter_plan(x.hidden, x.weight)
     n, d, v, _ = inputs.shape
+    if n == 0:
+        return None
     cols = ceil_div(v, plan.block_n)
     budget = spec.memory_budget - 4 * ((entropy is not None) + (is_top1 is not None)) * cols * padded(n)
     workspace = plan_workspace(inputs.shape, plan, spec.softcap > 0, spec.needs[1], budget)
     if workspace is None:
         return None
-    inputs = inputs.with_contiguous_rows()
     weight, device = inputs.weight, x.hidden.device
     if vocabulary is None:
         vocabulary = sort_vocabulary(inputs.hidden, weight, inputs.bias, plan.block_n)
@@ -117,7 +115,7 @@ def _forward(
     expectation, z_max = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, z_max, tile_ratio, tile_damping)
     column_inputs = inputs._replace(labels=order.labels, ignore_index=v)
-    if uses_hopper(plan, bias, spec.softcap, entropy, is_top1):
+    if uses_hopper(plan, bias, spec.softcap, entropy is not None or is_top1 is not None):
         # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
         label = label_logits(column_inputs, plan, plan.block_m, vocab_perm, order.token_perm, hidden)

@@ -303,26 +303,24 @@ def multiply_kept(
         (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
         source if gather else operand(source, plan.block_n, plan), saved.bias, gathered, saved.order.labels, saved.lse,
         request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
-        source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten,
-        BLOCK_K=plan.block_k, num_warps=plan.tile_warps, num_stages=plan.num_stages, **constants,
+        source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
+        num_stages=plan.num_stages, **constants,
     )]  # fmt: skip
     if request.need_hidden:  # tiles · weight, added to dh
+        block_k, block_d, *_ = plan.for_hidden
         launches.append(_hidden_gradient_kernel.prepare(
-            (rows * ceil_div(d, plan.block_d),), 0, operand(scratch, plan.block_m, plan, plan.sparse_block_k),
-            source if gather else operand(source, plan.sparse_block_k, plan, plan.block_d), gathered, kept.row_tiles,
-            kept.row_pass, kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d,
-            source.stride(0), workspace.passes, BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.block_d,
-            num_warps=plan.sparse_warps, num_stages=plan.hidden_stages, **constants,
+            (rows * ceil_div(d, block_d),), 0, operand(scratch, plan.block_m, plan, block_k),
+            source if gather else operand(source, block_k, plan, block_d), gathered, kept.row_tiles, kept.row_pass,
+            kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d, source.stride(0),
+            workspace.passes, **plan.for_hidden.constants(), **constants,
         ))  # fmt: skip
     if request.need_weight:  # tilesᵀ · hidden plus the contribution of dropped tiles: the pass's rows of dW
+        block_k, block_d, *_ = plan.for_weight
         launches.append(_weight_gradient_kernel.prepare(
-            (min(plan.programs, cols * ceil_div(d, plan.weight_block_d)),), 0,
-            operand(scratch, plan.sparse_block_k, plan, plan.block_n),
-            operand(hidden, plan.sparse_block_k, plan, plan.weight_block_d), vocab_perm, kept.tile_rows, kept.first_kept,
-            kept.pass_block, kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
-            hidden.stride(0), IN_PLACE=reorder, RANK=RANK.value,
-            BLOCK_K=plan.sparse_block_k, BLOCK_D=plan.weight_block_d, num_warps=plan.weight_warps,
-            num_stages=plan.weight_stages, **constants,
+            (min(plan.programs, cols * ceil_div(d, block_d)),), 0, operand(scratch, block_k, plan, plan.block_n),
+            operand(hidden, block_k, plan, block_d), vocab_perm, kept.tile_rows, kept.first_kept, kept.pass_block,
+            kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
+            hidden.stride(0), IN_PLACE=reorder, RANK=RANK.value, **plan.for_weight.constants(), **constants,
         ))  # fmt: skip
     for number in range(workspace.passes):
         for launch in launches:

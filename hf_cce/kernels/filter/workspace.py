@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_cce.kernels.filter.corrections import correction_bytes, correction_scratch_bytes
 from hf_cce.kernels.filter.order import TokenOrder, Vocabulary
 from hf_cce.kernels.inputs import Shape
-from hf_cce.kernels.launch_config import Plan, ceil_div, padded
+from hf_cce.kernels.launch_config import FilterPlan, ceil_div, padded
 
 MEASURED_TOKENS = 64  # tokens whose error is estimated
 MIN_MEASURED_AT_ONCE = 4  # fewest of these tokens that must fit in memory at a time
@@ -34,7 +34,7 @@ class Workspace:
     corrected: bool  # hf_cce.kernels.filter.corrections are used
 
 
-def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, budget: int) -> Workspace | None:
+def plan_workspace(shape: Shape, plan: FilterPlan, softcap: bool, need_weight: bool, budget: int) -> Workspace | None:
     """Divide ``budget`` bytes; return None if they do not suffice.
 
     The sorted weight is saved, and corrections are used, if there is room for them.
@@ -47,7 +47,7 @@ def plan_workspace(shape: Shape, plan: Plan, softcap: bool, need_weight: bool, b
 
 
 def _divide(
-    shape: Shape, plan: Plan, softcap: bool, need_weight: bool, keep_weight: bool, corrected: bool, budget: int
+    shape: Shape, plan: FilterPlan, softcap: bool, need_weight: bool, keep_weight: bool, corrected: bool, budget: int
 ) -> Workspace | None:
     """Divide ``budget`` with one choice of ``keep_weight`` and ``corrected``. All needs below are in bytes."""
     (n, d, v, _), element = shape, shape.dtype.itemsize
@@ -137,7 +137,7 @@ class SavedForward:
     tile_ratio: Tensor  # [T, N], likewise
     tile_damping: Tensor | None  # [T, N], likewise
     workspace: Workspace
-    plan: Plan
+    plan: FilterPlan
     vocabulary: Vocabulary
     logit_scale: float
     softcap: float  # 0: no softcap
