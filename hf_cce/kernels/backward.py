@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.exp_cache import ExpCache, Slab, exp_factors, exp_to_dlogits_
+from hf_cce.kernels.exp_cache import ExpCache, Factors, Slab, exp_factors, exp_to_dlogits_
 from hf_cce.kernels.exp_products import pays_and_fits, write_hidden_gradient, write_weight_gradient
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
@@ -144,6 +144,16 @@ def write_logit_gradient(
     )  # fmt: skip
 
 
+def finish_exponentials(slab: Slab, label_logit: Tensor, inputs: LogitInputs, grads: GradInputs, plan: Plan) -> Factors:
+    """Prepare the exponentials of all columns for hf_cce.kernels.exp_products, in place; return their factors.
+
+    Zeros are written at the labels, and row blocks whose exponentials overflow become the gradient itself.
+    """
+    factors = exp_factors(label_logit, inputs, grads, plan.block_m, slab.values)
+    write_logit_gradient(slab, inputs, grads, plan, factors.flags)
+    return factors
+
+
 @dataclass(frozen=True)
 class _Backward:
     """Gradients of one loss from slabs of the logits' gradient, which are multiplied one after the other."""
@@ -245,8 +255,7 @@ def logit_stats_backward(
     num_tiles, budget = ceil_div(v, plan.block_n), spec.memory_budget
     if cache is not None and cache.slabs[0].stop == v and pays_and_fits(inputs.shape, num_tiles, spec.needs, budget):
         slab = cache.slabs[0]
-        factors = exp_factors(cache.label.logit, inputs, grad_inputs, plan.block_m, slab.values)
-        write_logit_gradient(slab, inputs, grad_inputs, plan, factors.flags)
+        factors = finish_exponentials(slab, cache.label.logit, inputs, grad_inputs, plan)
         if need_weight:
             write_weight_gradient(slab.values, factors, inputs, grad_weight)
         if need_hidden:

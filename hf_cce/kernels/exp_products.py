@@ -37,7 +37,7 @@ TOKENS_PER_WIDTH = 6
 def _finish_kernel(
     product,  # [rows, D] float32
     scale,  # factor of each row of the product, or None
-    addend,  # [*, D], see Addends
+    addend,  # [*, D]: for it and the next four, see Addends
     targets,
     sources,
     entries,
@@ -79,12 +79,12 @@ def _finish_kernel(
 
 
 class Addends(NamedTuple):
-    """Rows of a matrix to add to the rows of another one, in ascending order of the latter."""
+    """For each token: the label's entry times one row of a matrix, to add to one row of the product. Sorted by ``targets``."""
 
-    targets: Tensor  # [N] the row to add to
-    sources: Tensor  # [N] int64: the row to add
-    entries: Tensor  # [N] its factor; if it is zero, the row is not read
-    starts: Tensor  # [row blocks + 1] where the addends of each block of BLOCK_R targets begin
+    targets: Tensor  # [N]: row of the product
+    sources: Tensor  # [N] int64: row of the matrix
+    entries: Tensor  # [N]: the label's entry; if it is zero, the row is not read
+    starts: Tensor  # [row blocks + 1]: index of the first addend of each block of BLOCK_R targets
 
 
 def rows_at_a_time(d: int, max_rows: int) -> int:
@@ -92,7 +92,7 @@ def rows_at_a_time(d: int, max_rows: int) -> int:
     return ceil_div(min(PRODUCT_BYTES // (4 * d), max_rows), BLOCK_R) * BLOCK_R
 
 
-def product_bytes_per_token(shape: Shape, num_tiles: int, need_weight: bool) -> int:
+def bytes_per_token(shape: Shape, num_tiles: int, need_weight: bool) -> int:
     """Return the bytes per token of the exponentials, statistics and vectors; with dW also of f · h and the sorted labels."""
     _, d, v, dtype = shape
     return dtype.itemsize * padded(v) + 4 * num_tiles + 36 + (dtype.itemsize * d + 64 if need_weight else 0)
@@ -105,7 +105,7 @@ def pays_and_fits(shape: Shape, num_tiles: int, needs: tuple[bool, bool, bool], 
     if need_bias or (need_weight and n < TOKENS_PER_WIDTH * d):
         return False
     rows = rows_at_a_time(d, max(n, v) if need_weight else n)
-    return n * product_bytes_per_token(shape, num_tiles, need_weight) + 4 * d * rows <= budget
+    return n * bytes_per_token(shape, num_tiles, need_weight) + 4 * d * rows <= budget
 
 
 def scale_tokens(hidden: Tensor, scale: Tensor) -> Tensor:
@@ -120,16 +120,16 @@ def label_addends(labels: Tensor, label_entry: Tensor, v: int) -> Addends:
     return Addends(ordered, tokens, label_entry[tokens], torch.searchsorted(ordered, blocks, out_int32=True))
 
 
-def finish(
+def add_and_round(
     product: Tensor,  # [rows, D] float32
     first_row: int,  # of ``out``; a multiple of BLOCK_R
     addend: Tensor,  # [*, D]
-    addends: Addends,
+    addends: Addends,  # rows of ``addend``
     out: Tensor,  # [*, D], its rows are written
     scale: Tensor | None = None,  # factor of each row of the product
     grad: Tensor | None = None,  # scalar to multiply by
 ) -> None:
-    """Write (scale · product + addends) · grad."""
+    """Write (scale · product + addends) · grad to ``out``, rounded to its dtype."""
     rows, d = product.shape
     _finish_kernel[(ceil_div(rows, BLOCK_R), ceil_div(d, 128))](
         product, scale, addend, *addends, grad, out, first_row // BLOCK_R, rows, d, addend.stride(0),
@@ -138,22 +138,26 @@ def finish(
 
 
 def write_hidden_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
-    (n, d, _, _), device = inputs.shape, values.device
+    """Write dh = f · (S W) + c · W[label] to ``out`` [N, D], with S the ``values`` [N, V]."""
+    n, device = len(values), values.device
     starts = torch.arange(0, n + BLOCK_R, BLOCK_R, dtype=torch.int32, device=device).clamp_(max=n)
     addends = Addends(torch.arange(n, device=device), inputs.labels, factors.label_entry, starts)
-    product = torch.empty((rows_at_a_time(d, n), d), device=device, dtype=torch.float32)
-    for start in range(0, n, len(product)):
-        stop = min(n, start + len(product))
-        multiply_add(product[: stop - start], values[start:stop], inputs.weight, first=True)
-        finish(product[: stop - start], start, inputs.weight, addends, out, factors.scale)
+    _multiply_by_rows(values, inputs.weight, inputs.weight, addends, out, factors.scale)
 
 
 def write_weight_gradient(values: Tensor, factors: Factors, inputs: LogitInputs, out: Tensor) -> None:
-    _, d, v, _ = inputs.shape
-    addends = label_addends(inputs.labels, factors.label_entry, v)
-    scaled = scale_tokens(inputs.hidden, factors.scale)
-    product = torch.empty((rows_at_a_time(d, v), d), device=values.device, dtype=torch.float32)
-    for start in range(0, v, len(product)):
-        stop = min(v, start + len(product))
-        multiply_add(product[: stop - start], values[:, start:stop].t(), scaled, first=True)
-        finish(product[: stop - start], start, inputs.hidden, addends, out)
+    """Write dW = Sᵀ (f · h), plus c · h in the label's row, to ``out`` [V, D]."""
+    addends = label_addends(inputs.labels, factors.label_entry, inputs.shape.v)
+    _multiply_by_rows(values.t(), scale_tokens(inputs.hidden, factors.scale), inputs.hidden, addends, out)
+
+
+def _multiply_by_rows(
+    a: Tensor, b: Tensor, addend: Tensor, addends: Addends, out: Tensor, scale: Tensor | None = None
+) -> None:
+    """Write scale · (a b) + addends to ``out``, some rows at a time."""
+    (rows, _), d = a.shape, b.shape[1]
+    product = torch.empty((rows_at_a_time(d, rows), d), device=a.device, dtype=torch.float32)
+    for start in range(0, rows, len(product)):
+        stop = min(rows, start + len(product))
+        multiply_add(product[: stop - start], a[start:stop], b, first=True)
+        add_and_round(product[: stop - start], start, addend, addends, out, scale)

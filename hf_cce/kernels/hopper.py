@@ -1,8 +1,8 @@
 """Warp-specialized tiles of logits on Hopper: one warp loads operands, two groups of four warps multiply them.
 
-A tile has 128 tokens and 256 columns; each group computes half of its tokens. While one group computes exponentials and stores,
-the other uses the tensor cores. One group can be ahead of the other by as many stages of operands as shared memory holds.
-Programs are persistent, so the operands of the next tile are loaded before the current one is finished.
+Each group computes half of a tile's tokens. While one group computes exponentials and stores, the other uses the tensor cores.
+One group can be ahead of the other by as many stages of operands as shared memory holds. Programs are persistent, so the operands
+of the next tile are loaded before the current one is finished.
 
 Written in Gluon, which Triton's interpreter cannot run. Each function has a counterpart in hf_cce.kernels.forward or
 hf_cce.kernels.backward, and tests compare the two on a GPU. See ``hf_cce.kernels.launch_config.uses_hopper`` for when it is used.
@@ -237,12 +237,10 @@ def _hopper_tiles_kernel(
     labels,  # [N], if out is given
     lse,  # [N], if grad_lse is given
     grad_lse,  # [N], or None
-    label_logit,  # [N], or None
+    label_logit,  # [N] if exponentials are written to out, else None
     tile_lse,  # written unless grad_lse is given: see _tile_stats_kernel
     tile_ratio,  # likewise, or None
-    # None, or [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: the gradient of the logits without the label
-    # term if grad_lse is given, the values of hf_cce.kernels.exp_cache if label_logit is given
-    out,
+    out,  # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: see ``launch``; or None
     out_width,
     tile_stride,
     num_tokens,
@@ -310,7 +308,8 @@ def launch(
     label: LabelLogits,
     start: int,  # first column of the vocabulary
     stop: int,
-    out: Tensor | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else exponentials
+    out: Tensor
+    | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else values of the exp_cache
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,  # written
     stat_n: int = BLOCK_N,  # columns of one of ``tiles``: 128 or 256

@@ -63,11 +63,11 @@ def _label_logit_kernel(
     weight,  # [V, D]
     bias,  # [V]
     labels,  # [N]
-    vocab_perm,  # [V] int32, or None: the weight row of each label
-    out,  # [N], zero where the label is ignored
-    active,  # [row blocks] int32, if BLOCK_M: 0 if all tokens of the block are ignored, else 1
-    token_perm,  # [N] int64, or None: the row of hidden of each token
-    sorted_hidden,  # [N, D], if token_perm is given, written: hidden in the order of token_perm
+    vocab_perm,  # [V] int32: the weight row of each label; None: the label itself
+    out,  # [N], written; zero where the label is ignored
+    active,  # [row blocks] int32, written if BLOCK_M > 0: 0 if all tokens of the block are ignored, else 1
+    token_perm,  # [N] int64: the row of hidden of each token; None: the token's own index
+    sorted_hidden,  # [N, D] contiguous, written if token_perm is given: hidden[token_perm]
     num_tokens,
     vocab_size,
     hidden_size,
@@ -138,19 +138,12 @@ class LabelLogits(NamedTuple):
 def label_logits(
     inputs: LogitInputs,
     plan: Plan,
-    block_m: int = 0,
-    vocab_perm: Tensor | None = None,
+    block_m: int = 0,  # tokens per row block of ``active``; 0: do not compute ``active``
+    vocab_perm: Tensor | None = None,  # this and the next two: see _label_logit_kernel
     token_perm: Tensor | None = None,
     sorted_hidden: Tensor | None = None,
 ) -> LabelLogits:
-    """Compute the logit of each token's label.
-
-    Args:
-        block_m: tokens per row block of ``active``; 0: do not compute ``active``.
-        vocab_perm: [V] int32, the weight row of each label; None: the label itself.
-        token_perm: [N] int64, the row of hidden of each token; None: the token's own index.
-        sorted_hidden: [N, D] contiguous, written: ``hidden[token_perm]``, since the kernel reads these rows anyway.
-    """
+    """Compute the logit of each token's label. Also sort the hidden states if asked to, since the kernel reads them anyway."""
     hidden, weight, bias, labels, ignore_index, *_ = inputs
     n, d, v, _ = inputs.shape
     logit = torch.empty(n, device=hidden.device, dtype=torch.float32)

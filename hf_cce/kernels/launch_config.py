@@ -56,34 +56,6 @@ class Plan:
         }
 
 
-class ProductPlan(NamedTuple):
-    """Launch configuration of a product of kept tiles, with the weight for dh or with the hidden states for dW."""
-
-    block_k: int  # columns of a tile (dh) or its tokens (dW) that one step multiplies
-    block_d: int  # columns of dh or dW
-    num_warps: int
-    num_stages: int = 3
-
-    def constants(self) -> dict[str, int]:
-        names = ("BLOCK_K", "BLOCK_D", "num_warps", "num_stages")
-        return dict(zip(names, self, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterPlan(Plan):
-    """Tiles of the filtered loss, and launch configurations of the kernels over kept tiles (hf_cce.kernels.filter.sparse)."""
-
-    programs: int  # programs that share the kept tiles
-    tile_warps: int  # of the kernel that computes kept tiles
-    for_hidden: ProductPlan
-    for_weight: ProductPlan
-
-    @property
-    def flatten(self) -> bool:
-        """True if ``sparse._kept_tiles_kernel`` flattens its loops into one."""
-        return self.hopper and _is_triton_release(FLATTEN_VERSIONS)
-
-
 def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
     """Choose the tiles for ``hidden`` [N, D] and ``weight`` [V, D] in the forward or the backward pass.
 
@@ -113,6 +85,33 @@ def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
 def uses_hopper(plan: Plan, bias: Tensor | None, softcap: float, more_statistics: bool = False) -> bool:
     """Return True if hf_cce.kernels.hopper computes the tiles: no bias, no softcap, no statistics but logsumexp and energy."""
     return plan.hopper and bias is None and softcap == 0 and not more_statistics
+
+
+class ProductPlan(NamedTuple):
+    """Launch configuration of a product of kept tiles with the weight (for dh) or with the hidden states (for dW)."""
+
+    block_k: int  # columns of a tile (for dh) or tokens of a tile (for dW) that one step multiplies
+    block_d: int  # columns of dh or dW that one program computes at a time
+    num_warps: int
+    num_stages: int = 3
+
+    def constants(self) -> dict[str, int]:
+        return dict(zip(("BLOCK_K", "BLOCK_D", "num_warps", "num_stages"), self, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan(Plan):
+    """Tiles of the filtered loss, and launch configuration of the kernels over kept tiles (hf_cce.kernels.filter.sparse)."""
+
+    programs: int  # programs that share the kept tiles
+    tile_warps: int  # of the kernel that computes the kept tiles
+    for_hidden: ProductPlan
+    for_weight: ProductPlan
+
+    @property
+    def flatten(self) -> bool:
+        """True if the kernel that computes the kept tiles has one loop over tiles and the hidden size."""
+        return self.hopper and _is_triton_release(FLATTEN_VERSIONS)
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:

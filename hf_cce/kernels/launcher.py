@@ -40,13 +40,13 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        launch, last = self._find(grid, args, constants)
-        launch(*args, *last)
+        launch, constant_args = self._find(grid, args, constants)
+        launch(*args, *constant_args)
 
     def prepare(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Callable[[int], None]:
-        """Return a function of the kernel's first argument, an unspecialized number, that launches it with the other ``args``."""
-        launch, last = self._find(grid, args, constants)
-        return lambda first: launch(first, *args[1:], *last)
+        """Return a function that launches the kernel with its first argument, a number in ``do_not_specialize``, replaced."""
+        launch, constant_args = self._find(grid, args, constants)
+        return lambda first: launch(first, *args[1:], *constant_args)
 
     def _find(
         self, grid: tuple[int, ...], args: Any, constants: dict[str, Any]
@@ -56,14 +56,15 @@ class Kernel:
         if not isinstance(function, JITFunction):  # Triton's interpreter
             return partial(function[grid], **constants), ()
         recorded = _recorded.get()
-        if recorded is not None:
+        if recorded is not None:  # in ``compiling``
             recorded.append((function, partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)))
             return lambda *args: None, ()
         key = (*constants.items(), *map(_specialization, args))
         compiled = self._compiled.get(key)
         if compiled is None:
-            with _warming_up_if_missing():
-                compiled = self._compiled[key] = function.warmup(*args, grid=grid, **constants, **OPTIONS)
+            compiled = self._compiled[key] = _compile(
+                partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)
+            )
         x, y, z = (*grid, 1, 1)[:3]
         return compiled[x, y, z], [constants[name] for name in function.arg_names[len(args) :]]
 
@@ -76,12 +77,13 @@ def _specialization(arg: Any) -> Any:
         return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
     if arg is None or isinstance(arg, (float, bool)):
         return type(arg)
+    # A TMA descriptor
     return type(arg), arg.base.dtype, arg.base.get_device(), *arg.block_shape, getattr(arg, "layout", None)
 
 
 @contextmanager
 def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
-    """Call ``warm_up`` once, if a kernel launched in this context had to be compiled: the other kernels are then missing too."""
+    """Call ``warm_up`` after the first kernel of this context that Triton's cache does not have: the others are missing too."""
 
     def once() -> None:
         _when_cold.set(None)
@@ -94,28 +96,27 @@ def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
         _when_cold.reset(token)
 
 
-@contextmanager
-def _warming_up_if_missing() -> Iterator[None]:
-    """Call the function given to ``when_cold`` after this context, if a kernel loaded in it was not in Triton's cache."""
-    warm_up, knobs, missing = _when_cold.get(), triton.knobs.compilation, []
+def _compile(build: Callable[[], Any]) -> Any:
+    """Return the kernel of ``build``. If it was not in Triton's cache, call the function given to ``when_cold`` first."""
+    warm_up, knobs, cached = _when_cold.get(), triton.knobs.compilation, []
     if warm_up is None:
-        yield
-        return
+        return build()
     with _listener_lock:
         users_listener = knobs.listener
 
         def listener(**event: Any) -> None:
-            missing.append(not event["cache_hit"])
+            cached.append(event["cache_hit"])
             if users_listener is not None:
                 users_listener(**event)
 
         knobs.listener = listener
         try:
-            yield
+            compiled = build()
         finally:
             knobs.listener = users_listener
-    if any(missing):
+    if not all(cached):
         warm_up()
+    return compiled
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Losses of tokens, and their gradients, from rows of full logits.
+"""Losses of tokens, and their gradients, from rows of logits that PyTorch computes.
 
-PyTorch multiplies, and one kernel for each direction does the rest. This takes the fewest launches, and cuBLAS is faster than
-Triton for float32.
+One kernel turns each row into its loss, and one overwrites the row with its gradient. These are the fewest launches, and in
+float32 cuBLAS multiplies faster than Triton.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from hf_cce.matmul import multiply_add, multiply_rounded
 from hf_cce.spec import Inputs, LossSpec
 
 BLOCK = 2048  # vocabulary entries that a program loads at once
-PER_WARP = 256  # of these; with less than one for each thread, one thread would overwrite what another has yet to read
-FEW_ROWS = 256  # up to this many, a row needs more threads to keep a GPU busy
+# Of these, entries per warp. At least 32: two threads of a warp must not share an entry, which one would overwrite too early.
+PER_WARP = 256
+FEW_ROWS = 256  # up to this many rows, each one needs more threads to keep a GPU busy
 
 
 def block_and_warps(rows: int) -> dict[str, int]:
@@ -133,23 +134,22 @@ def _row_gradient_kernel(
     start = logits + row.to(tl.int64) * stride
     row_largest = tl.load(largest + row)
     row_log_total = tl.load(log_total + row)
-    # The gradient of a logit before scale and softcap is of_p · p − everywhere, minus of_label at the label, times the slope.
-    of_label = tl.load(grad + row.to(tl.int64) * grad_stride).to(tl.float32) * logit_scale
+    # The gradient of a logit is p_factor · p − uniform, minus label_factor at the label, times the slope of the softcap.
+    label_factor = tl.load(grad + row.to(tl.int64) * grad_stride).to(tl.float32) * logit_scale
     if factor is not None:
-        of_label *= tl.load(factor).to(tl.float32)
-    of_p = of_label
+        label_factor *= tl.load(factor).to(tl.float32)
+    p_factor = label_factor
     if z_loss is not None:
-        of_p *= 1.0 + 2.0 * z_loss * (row_largest + row_log_total)
-    everywhere = 0.0
+        p_factor *= 1.0 + 2.0 * z_loss * (row_largest + row_log_total)
+    uniform = 0.0
     if label_smoothing is not None:
-        everywhere = of_label * label_smoothing / vocab_size
-        of_label *= 1.0 - label_smoothing
+        uniform = label_factor * label_smoothing / vocab_size
+        label_factor *= 1.0 - label_smoothing
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = load_logits(start, bias, cols, vocab_size, logit_scale, softcap)
-        gradient = (
-            tl.exp((x - row_largest) - row_log_total) * of_p - tl.where(cols == label, of_label, 0.0) - everywhere
-        )
+        p = tl.exp((x - row_largest) - row_log_total)
+        gradient = p * p_factor - tl.where(cols == label, label_factor, 0.0) - uniform
         if softcap is not None:
             gradient *= softcap_slope(x, softcap)
         gradient = tl.where(valid, gradient, 0.0)
@@ -157,7 +157,7 @@ def _row_gradient_kernel(
 
 
 class RowLosses(NamedTuple):
-    """Losses of tokens, and what their gradient needs: p = exp(z − largest − log_total)."""
+    """Losses of tokens, and the inputs of their gradient. A probability is exp(z − largest − log_total)."""
 
     loss: Tensor  # [N], zero where ignored
     lse: Tensor  # [N], zero where ignored
@@ -168,7 +168,7 @@ class RowLosses(NamedTuple):
 
 
 def all_logits(x: Inputs) -> Tensor:
-    """Return h Wᵀ [N, V] in the inputs' dtype, with aligned rows. No labels are needed, so they may be checked meanwhile."""
+    """Return h Wᵀ [N, V] in the inputs' dtype, with aligned rows; the caller may check the labels meanwhile."""
     logits = empty_slab(x.hidden, x.hidden.shape[0], x.weight.shape[0])
     multiply_add(logits, x.hidden, x.weight.t(), first=True)
     return logits
@@ -195,8 +195,7 @@ def overwrite_with_gradient(
     rows: RowLosses, labels: Tensor, spec: LossSpec, grad: Tensor, factor: Tensor | None = None
 ) -> Tensor:
     """Overwrite the logits with their gradient for upstream gradients ``grad`` [N] or a scalar, times a scalar ``factor``."""
-    logits = rows.logits
-    n, v = logits.shape
+    logits, (n, v) = rows.logits, rows.logits.shape
     if n:
         _row_gradient_kernel[(n,)](
             logits, rows.bias, labels, rows.largest, rows.log_total, grad, factor, v, logits.stride(0),
@@ -211,9 +210,8 @@ def logits_to_gradients(
     """Compute the same as ``hf_cce.fallback.logits_to_gradients``, for which a bias of minus infinity is a special case."""
     rows = row_losses(z, labels, spec)
     if any(spec.needs):
-        overwrite_with_gradient(
-            rows, labels, spec, torch.full((), scale, device=z.device) if isinstance(scale, float) else scale
-        )
+        grad = scale if isinstance(scale, Tensor) else torch.full((), scale, device=z.device)
+        overwrite_with_gradient(rows, labels, spec, grad)
     return rows.loss, rows.lse
 
 

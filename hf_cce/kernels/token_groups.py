@@ -1,8 +1,8 @@
 """Gradients computed in the forward pass, for one group of tokens at a time.
 
-The exponentials of all columns of a group are stored, so its logits are computed only once (see hf_cce.kernels.exp_products).
-The products for dW are summed over the groups in float32. The gradients are for an upstream gradient of one; the backward pass
-multiplies them by the actual one, and adds the labels' entries to dW.
+The exponentials of all columns of a group are stored, so its logits are computed only once (see hf_cce.kernels.exp_products). dW
+is summed over the groups in float32. The gradients are for an upstream gradient of one; the backward pass multiplies them by the
+actual one, and adds the labels' entries to dW.
 """
 
 from __future__ import annotations
@@ -12,16 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.backward import write_logit_gradient
-from hf_cce.kernels.exp_cache import Slab, exp_factors, fill_cache
-from hf_cce.kernels.exp_products import (
-    finish,
-    label_addends,
-    product_bytes_per_token,
-    rows_at_a_time,
-    scale_tokens,
-    write_hidden_gradient,
-)
+from hf_cce.kernels import exp_products
+from hf_cce.kernels.backward import finish_exponentials
+from hf_cce.kernels.exp_cache import Slab, fill_cache
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, row_major
@@ -29,9 +22,10 @@ from hf_cce.matmul import multiply_add
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
 MIN_GROUP_TOKENS = 512  # smaller groups leave the GPU idle
-# Measured on an H200. The product for dW of each group costs as much as ADDING more tokens, because it reads and writes the sums.
-# Per token, groups save SAVED of one product; a cache of all columns would save SAVED_BY_CACHE of that.
-ADDING, SAVED, SAVED_BY_CACHE = 1150, 0.95, 0.7
+# Measured on an H200: the shares of the product that recomputes the logits that groups save, and a cache of all columns.
+SAVED_BY_GROUPS, SAVED_BY_CACHE = 0.95, 0.7
+# Each group reads and writes the sums for dW, which takes as long as a product with this many more tokens.
+GROUP_OVERHEAD_TOKENS = 1150
 
 
 class PrecomputedGradients(NamedTuple):
@@ -49,22 +43,20 @@ def group_size(
 
     ``cached``: number of columns that hf_cce.kernels.exp_cache would cache for all tokens if groups were not used.
     """
-    n, d, v, dtype = shape
-    element = dtype.itemsize
-    need_hidden, need_weight, need_bias = needs
+    (n, d, v, dtype), (need_hidden, need_weight, need_bias) = shape, needs
     if need_bias or not need_hidden or cached == v or dtype == torch.float16 or n == 0:  # float16: see exp_cache
         return 0
-    left = budget - 4 * d * rows_at_a_time(d, n)
+    left = budget - 4 * d * exp_products.rows_at_a_time(d, n)
     if need_weight:
         # In the forward pass, the sums replace dW, which the budget does not count. In the backward pass, both exist.
-        left -= (4 - element) * v * d
-        if element < 4 and 4 * v * d > budget:
+        left -= (4 - dtype.itemsize) * v * d
+        if dtype.itemsize < 4 and 4 * v * d > budget:
             return 0
-    max_tokens = left // product_bytes_per_token(shape, num_tiles, need_weight) // block_m * block_m
+    max_tokens = left // exp_products.bytes_per_token(shape, num_tiles, need_weight) // block_m * block_m
     if max_tokens < min(n, MIN_GROUP_TOKENS):
         return 0
     groups = ceil_div(n, max_tokens)
-    if need_weight and n / groups * (SAVED - SAVED_BY_CACHE * cached / v) < ADDING:
+    if need_weight and n / groups * (SAVED_BY_GROUPS - SAVED_BY_CACHE * cached / v) < GROUP_OVERHEAD_TOKENS:
         return 0
     return ceil_div(ceil_div(n, groups), block_m) * block_m
 
@@ -90,28 +82,25 @@ def gradients_by_groups(
         slab = Slab(0, v, values[: group.shape.n])
         fill_cache(group, [slab], group_label, lse[rows], plan)
         grads = GradInputs.from_grads(lse[rows], None, TokenGrads.of_loss(one, factor, lse[rows], spec))
-        factors = exp_factors(group_label.logit, group, grads, backward_plan.block_m, slab.values)
-        write_logit_gradient(slab, group, grads, backward_plan, factors.flags)
+        factors = finish_exponentials(slab, group_label.logit, group, grads, backward_plan)
         if sums is not None:
-            multiply_add(sums, slab.values.t(), scale_tokens(group.hidden, factors.scale), first=start == 0)
+            scaled = exp_products.scale_tokens(group.hidden, factors.scale)
+            multiply_add(sums, slab.values.t(), scaled, first=start == 0)
             label_entry[rows] = factors.label_entry
-        write_hidden_gradient(slab.values, factors, group, grad_hidden[rows])
+        exp_products.write_hidden_gradient(slab.values, factors, group, grad_hidden[rows])
     return PrecomputedGradients(grad_hidden, sums, label_entry)
 
 
 def scale_precomputed_gradients(
     gradients: PrecomputedGradients, x: Inputs, spec: LossSpec, grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    """Return the gradients of hidden states and weight that ``spec.needs``, for the scalar upstream gradient ``grad``.
-
-    Consumes ``gradients``.
-    """
+    """Return the gradients of hidden states and weight for the scalar upstream gradient ``grad``. Consumes ``gradients``."""
     (grad_hidden, sums, label_entry), (need_hidden, need_weight, _) = gradients, spec.needs
     grad_weight = None
     if need_weight and sums is not None:
         grad_weight = sums if x.weight.dtype == sums.dtype else torch.empty_like(sums, dtype=x.weight.dtype)
-        addends = label_addends(x.labels, label_entry, len(sums))
-        finish(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
+        addends = exp_products.label_addends(x.labels, label_entry, len(sums))
+        exp_products.add_and_round(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
     if need_hidden:
         grad_hidden.mul_(grad.view(1, 1))  # a scalar would be rounded to the dtype of grad_hidden
     return grad_hidden if need_hidden else None, grad_weight, None

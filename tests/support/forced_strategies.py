@@ -133,7 +133,7 @@ def use_hopper_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_config, "is_hopper_validated", lambda: True)
     monkeypatch.setattr(launcher.Kernel, "_find", lambda *args: (lambda *args: None, ()))
     for name, module in list(sys.modules.items()):
-        if name.startswith("hf_cce.kernels") and hasattr(module, "multiply_add"):
+        if name.startswith(("hf_cce.kernels", "hf_cce.matmul")) and hasattr(module, "multiply_add"):
             monkeypatch.setattr(module, "multiply_add", lambda *_, **__: None)
 
 

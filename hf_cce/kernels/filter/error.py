@@ -8,16 +8,16 @@ This is plain PyTorch, since few steps are measured. Nothing synchronizes, and r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import WeightCorrection
-from hf_cce.kernels.filter.select import DroppedMass, Kept
+from hf_cce.kernels.filter.select import Selection
 from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
-from hf_cce.matmul import multiply_add
+from hf_cce.matmul import multiply, multiply_add
 
 # Rounding errors need a larger sample than filter errors, because a few tokens cause most of them.
 ROUNDED_TOKENS = 4 * MEASURED_TOKENS
@@ -25,29 +25,20 @@ MEASURED_ROWS = 256  # rows of dW
 
 
 def estimate_errors(
-    saved: SavedForward,
-    weight: Tensor,  # [V, D]
-    request: BackwardRequest,
-    kept: Kept,
-    mass: DroppedMass,
-    covariance: Tensor | None,  # [D, D]
-    correction: WeightCorrection | None,
+    saved: SavedForward, weight: Tensor, request: BackwardRequest, selection: Selection
 ) -> dict[str, Any]:
     """Estimate both errors of the gradients that ``request`` asks for, before the gradients are computed.
 
     Returns:
         Frobenius norms of the errors, as scalar tensors on the device, by field names of ``FilterReport``.
     """
-    step = _Step(saved, weight, request, kept, mass)
-    # Upstream gradients of ignored tokens may be infinite.
-    valid = step.valid(torch.arange(len(saved.hidden), device=weight.device))
-    sampling_weights = torch.where(valid, saved.rounding * request.grad_lse.square(), 0.0)
-    rounding_hidden, rounding_weight = _rounding_errors(step, sampling_weights)
+    step = _Step(saved, weight, request, selection)
+    rounding_hidden, rounding_weight = _rounding_errors(step)
     errors: dict[str, Any] = {}
     if request.need_hidden:
-        errors |= {"error": _hidden_error(step, _dropped_energy(step), covariance), "rounding_error": rounding_hidden}
+        errors |= {"error": _hidden_error(step), "rounding_error": rounding_hidden}
     if request.need_weight:
-        errors |= {"weight_error": _weight_error(step, correction), "rounding_weight_error": rounding_weight}
+        errors |= {"weight_error": _weight_error(step), "rounding_weight_error": rounding_weight}
     return errors
 
 
@@ -84,6 +75,12 @@ def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return indices, factors.float()
 
 
+def _batches(weights: Tensor, count: int, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the result of ``sample``, at most ``at_once`` indices at a time."""
+    indices, factors = sample(weights, count)
+    return zip(indices.split(at_once), factors.split(at_once), strict=True)
+
+
 @dataclass(frozen=True)
 class _Step:
     """Filtered step whose error is estimated. In its methods, ``tokens`` are rows, and ``entries`` are in vocabulary order."""
@@ -91,8 +88,7 @@ class _Step:
     saved: SavedForward
     weight: Tensor  # [V, D]
     request: BackwardRequest
-    kept: Kept
-    mass: DroppedMass
+    selection: Selection
 
     @property
     def tokens_at_once(self) -> int:
@@ -104,20 +100,34 @@ class _Step:
         """Number of vocabulary entries or tiles, each with one value per token, that fit in the same memory."""
         return max(1, self.tokens_at_once * len(self.weight) // len(self.saved.hidden))
 
-    def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """Return h Wᵀ + b of some tokens and vocabulary entries, [R, C] float32; None selects all."""
-        hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
-        weight = self.weight if entries is None else self.weight.index_select(0, entries)
-        z = torch.empty((len(hidden), len(weight)), device=hidden.device, dtype=torch.float32)
-        multiply_add(z, hidden, weight.t(), first=True)
-        if self.saved.bias is not None:
-            z += self.saved.bias[self.columns(entries)]
-        return z
+    @property
+    def valid(self) -> Tensor:
+        """Mask [N] of the tokens whose label is not ignored. Hidden states and gradients of the others may be infinite or NaN."""
+        return self.saved.order.labels < len(self.weight)
+
+    @property
+    def dropped(self) -> Tensor:
+        """Mask [T, row blocks] of the dropped tiles."""
+        return self.selection.kept.kept_slot < 0
+
+    def width(self, tiles: Tensor) -> Tensor:
+        """Return the number of columns of each tile; the last one may be narrower."""
+        block_n = self.saved.plan.block_n
+        return (len(self.weight) - tiles * block_n).clamp_max(block_n)
 
     def columns(self, entries: Tensor | None) -> Tensor:
         """Return the columns of some vocabulary entries, int64; None selects all."""
         inv_vocab_perm = self.saved.vocabulary.inv_vocab_perm
         return (inv_vocab_perm if entries is None else inv_vocab_perm[entries]).long()
+
+    def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
+        """Return h Wᵀ + b of some tokens and vocabulary entries, [R, C] float32; None selects all."""
+        hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
+        weight = self.weight if entries is None else self.weight.index_select(0, entries)
+        z = multiply(hidden, weight.t())
+        if self.saved.bias is not None:
+            z += self.saved.bias[self.columns(entries)]
+        return z
 
     def softmax_gradient(self, z: Tensor, tokens: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """Return the gradient w.r.t. h Wᵀ + b = ``z`` [R, C] without the label term, and the derivative of the softcap.
@@ -132,100 +142,83 @@ class _Step:
             z.mul_(softcap)
         p = torch.softmax(z, 1) if lse is None else z.sub_(lse[:, None]).exp_()
         p.mul_(slope).mul_(self.request.grad_lse[tokens, None] * self.saved.logit_scale)
-        return p.masked_fill_(~self.valid(tokens)[:, None], 0.0), slope
-
-    def valid(self, tokens: Tensor) -> Tensor:
-        """Return a mask [R] of the tokens whose label is not ignored."""
-        return self.saved.order.labels[tokens] < len(self.weight)
+        return p.masked_fill_(~self.valid[tokens, None], 0.0), slope
 
     def filter_residual(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
         """Return the exact minus the filtered gradient of the logits, [R, C] in the dtype of the inputs, without corrections."""
-        plan, v = self.saved.plan, len(self.weight)
-        z, tiles = self.logits(tokens, entries), self.columns(entries) // plan.block_n
+        z, tiles = self.logits(tokens, entries), self.columns(entries) // self.saved.plan.block_n
         tokens = torch.arange(len(z), device=z.device) if tokens is None else tokens
-        width = (v - tiles * plan.block_n).clamp_max(plan.block_n)
         gradient, _ = self.softmax_gradient(z, tokens, self.saved.lse[tokens])
-        gradient -= self.mass.per_row[tiles, tokens[:, None]] / width.float()
-        kept = (self.kept.kept_slot >= 0)[tiles, tokens[:, None] // plan.block_m]
-        return gradient.masked_fill_(kept, 0.0).to(self.weight.dtype)
+        gradient -= self.selection.mass.per_row[tiles, tokens[:, None]] / self.width(tiles).float()
+        dropped = self.dropped[tiles, tokens[:, None] // self.saved.plan.block_m]
+        return gradient.masked_fill_(~dropped, 0.0).to(self.weight.dtype)
+
+
+def _hidden_error(step: _Step) -> Tensor:
+    """Estimate the norm of the error of dh from tokens sampled by ``_dropped_energy``."""
+    (_, mass, covariance, _), saved = step.selection, step.saved
+    total = torch.zeros((), dtype=torch.float32, device=step.weight.device)
+    for tokens, factors in _batches(_dropped_energy(step), MEASURED_TOKENS, step.tokens_at_once):
+        error = multiply(step.filter_residual(tokens, None), step.weight)
+        if covariance is not None:
+            dropped = mass.per_token[:, tokens].sum(0)[:, None] * -saved.logit_scale
+            weighted = torch.where(dropped == 0.0, 0.0, saved.hidden[tokens] * dropped)
+            multiply_add(error, weighted.to(covariance.dtype), covariance)
+        total = total + (error.square().sum(1) * factors).sum()
+    return total.sqrt()
 
 
 def _dropped_energy(step: _Step) -> Tensor:
     """Return the energy of each token's dropped tiles times its squared upstream gradient, [N]."""
     saved, n = step.saved, len(step.saved.hidden)
-    tokens = torch.arange(n, device=step.weight.device)
-    row_blocks = tokens // saved.plan.block_m
+    row_blocks = torch.arange(n, device=step.weight.device) // saved.plan.block_m
     total = torch.zeros(n, device=step.weight.device, dtype=torch.float32)
     for start in range(0, len(saved.tile_lse), step.rows_at_once):
         tiles = slice(start, start + step.rows_at_once)
         energy = (saved.tile_lse[tiles, :n] - saved.lse).exp_().square_().mul_(saved.tile_ratio[tiles, :n])
-        kept = (step.kept.kept_slot[tiles] >= 0).index_select(1, row_blocks)
-        total += energy.masked_fill_(kept, 0.0).sum(0)
-    return torch.where(step.valid(tokens), total * step.request.grad_lse.square(), 0.0)
+        total += energy.masked_fill_(~step.dropped[tiles].index_select(1, row_blocks), 0.0).sum(0)
+    return torch.where(step.valid, total * step.request.grad_lse.square(), 0.0)
 
 
-def _hidden_error(step: _Step, energy: Tensor, covariance: Tensor | None) -> Tensor:
-    """Estimate the norm of the error of dh from tokens sampled by the ``energy`` [N] of their dropped tiles."""
-    tokens, factors = sample(energy, min(len(energy), MEASURED_TOKENS))
-    total = torch.zeros((), dtype=torch.float32, device=tokens.device)
-    for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
-        error = torch.empty((len(batch), step.weight.shape[1]), dtype=torch.float32, device=tokens.device)
-        multiply_add(error, step.filter_residual(batch, None), step.weight, first=True)
-        if covariance is not None:
-            dropped = step.mass.per_token[:, batch].sum(0)[:, None] * -step.saved.logit_scale
-            # Hidden states of ignored tokens may be infinite or NaN.
-            weighted = torch.where(dropped == 0.0, 0.0, step.saved.hidden[batch] * dropped)
-            multiply_add(error, weighted.to(covariance.dtype), covariance, first=False)
-        total = total + (error.square().sum(1) * factor).sum()
-    return total.sqrt()
-
-
-def _weight_error(step: _Step, correction: WeightCorrection | None) -> Tensor:
+def _weight_error(step: _Step) -> Tensor:
     """Estimate the norm of the error of dW from rows sampled by the energy of the dropped tiles of their column block."""
-    saved, kept, (v, d) = step.saved, step.kept, step.weight.shape
-    energy = torch.where(kept.kept_slot < 0, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
-    columns, factors = sample(energy, min(v, MEASURED_ROWS))
-    total = torch.zeros((), dtype=torch.float32, device=columns.device)
-    for batch, factor in zip(columns.split(step.rows_at_once), factors.split(step.rows_at_once), strict=True):
-        error = torch.empty((len(batch), d), dtype=torch.float32, device=columns.device)
-        entries = saved.vocabulary.vocab_perm[batch].long()
-        multiply_add(error, step.filter_residual(None, entries).t(), saved.hidden, first=True)
+    saved, (kept, mass, _, correction), v = step.saved, step.selection, len(step.weight)
+    energy = torch.where(step.dropped, kept.energy, 0.0).sum(1).repeat_interleave(saved.plan.block_n)[:v]
+    total = torch.zeros((), dtype=torch.float32, device=step.weight.device)
+    for columns, factors in _batches(energy, MEASURED_ROWS, step.rows_at_once):
+        entries = saved.vocabulary.vocab_perm[columns].long()
+        error = multiply(step.filter_residual(None, entries).t(), saved.hidden)
         if correction is not None:
-            tiles = batch // saved.plan.block_n
-            width = (v - tiles * saved.plan.block_n).clamp_max(saved.plan.block_n)
-            dropped = step.mass.per_tile.sum(1)[tiles] * -saved.logit_scale / width
-            coeffs = (correction.row_coeffs[batch] * dropped[:, None]).to(correction.basis.dtype)
-            multiply_add(error, coeffs, correction.basis, first=False)
-        total = total + (error.square().sum(1) * factor).sum()
+            tiles = columns // saved.plan.block_n
+            dropped = mass.per_tile.sum(1)[tiles] * -saved.logit_scale / step.width(tiles)
+            coeffs = (correction.row_coeffs[columns] * dropped[:, None]).to(correction.basis.dtype)
+            multiply_add(error, coeffs, correction.basis)
+        total = total + (error.square().sum(1) * factors).sum()
     return total.sqrt()
 
 
-def _rounding_errors(step: _Step, sampling_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate the norms of the errors of dh and dW if logits were rounded, from tokens sampled by ``sampling_weights`` [N].
+def _rounding_errors(step: _Step) -> tuple[Tensor, Tensor]:
+    """Estimate the norms of the errors of dh and dW if logits were rounded.
 
-    Part of the sample is uniform. Rounding errors of different tokens are assumed to be independent, so the squares of their
-    contributions to dW are summed.
+    Tokens are sampled by their expected squared error, some of them uniformly. Rounding errors of different tokens are assumed to
+    be independent, so the squares of their contributions to dW are summed.
     """
     saved, request = step.saved, step.request
-    tokens, factors = sample(
-        sampling_weights + 0.1 * sampling_weights.mean(), min(len(sampling_weights), ROUNDED_TOKENS)
-    )
-    hidden_error_sq, weight_error_sq = torch.zeros((2,), dtype=torch.float32, device=tokens.device).unbind()
-    for batch, factor in zip(tokens.split(step.tokens_at_once), factors.split(step.tokens_at_once), strict=True):
-        z = step.logits(batch, None)
-        changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), batch, None)
-        exact, slope = step.softmax_gradient(z, batch, saved.lse[batch])
+    expected = torch.where(step.valid, saved.rounding * request.grad_lse.square(), 0.0)
+    hidden_error_sq, weight_error_sq = torch.zeros((2,), dtype=torch.float32, device=expected.device).unbind()
+    for tokens, factors in _batches(expected + 0.1 * expected.mean(), ROUNDED_TOKENS, step.tokens_at_once):
+        z = step.logits(tokens, None)
+        changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), tokens, None)
+        exact, slope = step.softmax_gradient(z, tokens, saved.lse[tokens])
         changed -= exact
         del z, exact
         if saved.softcap:
-            labels = saved.order.labels[batch]
-            label_change = (rounded_slope - slope) * (request.grad_label[batch] * saved.logit_scale)[:, None]
+            labels = saved.order.labels[tokens]
+            label_change = (rounded_slope - slope) * (request.grad_label[tokens] * saved.logit_scale)[:, None]
             changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], label_change, 0.0)
             del label_change
         changed = changed.to(step.weight.dtype)
-        product = torch.empty((len(batch), step.weight.shape[1]), dtype=torch.float32, device=tokens.device)
-        multiply_add(product, changed, step.weight, first=True)
-        hidden_error_sq = hidden_error_sq + (product.square().sum(1) * factor).sum()
-        hidden_norm_sq = saved.hidden[batch].float().square().sum(1)
-        weight_error_sq = weight_error_sq + (changed.float().square().sum(1) * hidden_norm_sq * factor).sum()
+        hidden_error_sq = hidden_error_sq + (multiply(changed, step.weight).square().sum(1) * factors).sum()
+        hidden_norm_sq = saved.hidden[tokens].float().square().sum(1)
+        weight_error_sq = weight_error_sq + (changed.float().square().sum(1) * hidden_norm_sq * factors).sum()
     return hidden_error_sq.sqrt(), weight_error_sq.sqrt()

@@ -19,8 +19,7 @@ from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
 SAMPLE_TOKENS = 1024  # tokens sampled for the average logits
-# Number of first columns by which tokens are sorted exactly; later ones count as blocks of 128 columns.
-EXACT_COLUMNS = 1 << 14
+EXACT_COLUMNS = 1 << 14  # tokens with labels beyond these columns are sorted by blocks of 128 columns
 MAX_VOCAB_16BIT_KEYS = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
 MAX_COUNTING_SORT_TOKENS = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 
@@ -108,10 +107,7 @@ class TokenOrder(NamedTuple):
 
 
 def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
-    """Sort the vocabulary by the average logit over a sample of tokens, the largest first.
-
-    Gradients are correct with any order, but with this one most tiles can be dropped.
-    """
+    """Sort the vocabulary by the average logit over a sample of tokens, the largest first, so that most tiles can be dropped."""
     v = weight.shape[0]
     sampled = hidden[:: max(1, hidden.shape[0] // SAMPLE_TOKENS)]
     average = torch.mv(weight, sampled.mean(0))
@@ -126,9 +122,8 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
 def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
     """Sort tokens by the column of their label; ignored tokens come last.
 
-    Keys have 16 bits because a radix sort takes one pass per byte. They distinguish each of the first EXACT_COLUMNS columns,
-    which have most labels, and blocks of 128 columns after these. Few tokens are sorted by counting, in one launch instead of
-    eight.
+    Keys have 16 bits because a radix sort takes one pass per byte. They distinguish the first EXACT_COLUMNS columns, which have
+    most labels, and after these only blocks of 128. Few tokens are sorted by counting, in one launch instead of eight.
     """
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)

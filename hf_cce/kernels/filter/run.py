@@ -12,15 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import (
-    WeightCorrection,
-    dropped_covariance,
-    make_weight_correction,
-    mass_weighted_hidden,
-)
+from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction, mass_weighted_hidden
 from hf_cce.kernels.filter.error import estimate_errors, relative_errors
 from hf_cce.kernels.filter.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.filter.select import DroppedMass, Kept, dropped_mass, select
+from hf_cce.kernels.filter.select import DroppedMass, Selection, dropped_mass, select
 from hf_cce.kernels.filter.sparse import multiply_kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, plan_workspace
 from hf_cce.kernels.forward import combine, tile_stats
@@ -43,9 +38,9 @@ def filtered_cross_entropy(
 def filtered_stats(
     x: Inputs, spec: LossSpec, wanted: WantedStats, vocabulary: Vocabulary | None
 ) -> tuple[LogitStats, SavedForward] | None:
-    """Return (statistics, tensors saved for ``filtered_gradients``), or None if the budget is too small for the filter.
+    """Return what ``filtered_cross_entropy`` returns, but instead of the loss ``logit_stats`` except the mean and log_sum_sq.
 
-    The statistics are lse, label_logit, entropy (only without a softcap) and is_top1 of ``logit_stats``.
+    The entropy is supported only without a softcap.
     """
     n, device = x.labels.numel(), x.hidden.device
     entropy = torch.empty(n if wanted.entropy else 0, device=device, dtype=torch.float32)
@@ -74,10 +69,10 @@ def filtered_gradients(
     """
     weight = row_major(weight)
     if unfiltered is None:
-        return _backward(saved, weight, request)
-    report = _probe(saved, weight, request, next_tau)
-    del request  # like ``saved``, to free memory for the gradients
-    grad_hidden, grad_weight, *_ = unfiltered()
+        grad_hidden, grad_weight, report = _backward(saved, weight, request)
+    else:
+        report = _probe(saved, weight, request, next_tau)
+        grad_hidden, grad_weight, *_ = unfiltered()
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 
@@ -88,17 +83,12 @@ def _forward(
     entropy: Tensor | None = None,  # [N], written in the order of rows
     is_top1: Tensor | None = None,  # [N], likewise
 ) -> SavedForward | None:
-    """Compute ``lse`` and ``label_logit`` of each token, zero where it is ignored, and the statistics of tiles.
-
-    Return None if the budget is too small for the filter.
-    """
+    """Compute the statistics of tokens and tiles; return None if the budget is too small for the filter."""
     inputs, plan = LogitInputs.from_spec(x, spec), filter_plan(x.hidden, x.weight)
-    n, d, v, _ = inputs.shape
-    if n == 0:
-        return None
+    (n, d, v, _), more_statistics = inputs.shape, (entropy is not None) + (is_top1 is not None)
     cols = ceil_div(v, plan.block_n)
-    budget = spec.memory_budget - 4 * ((entropy is not None) + (is_top1 is not None)) * cols * padded(n)
-    workspace = plan_workspace(inputs.shape, plan, spec.softcap > 0, spec.needs[1], budget)
+    budget = spec.memory_budget - 4 * more_statistics * cols * padded(n)
+    workspace = plan_workspace(inputs.shape, plan, spec.softcap > 0, spec.needs[1], budget) if n else None
     if workspace is None:
         return None
     weight, device = inputs.weight, x.hidden.device
@@ -114,57 +104,53 @@ def _forward(
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
     expectation, z_max = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, z_max, tile_ratio, tile_damping)
-    column_inputs = inputs._replace(labels=order.labels, ignore_index=v)
-    if uses_hopper(plan, bias, spec.softcap, entropy is not None or is_top1 is not None):
+    column_inputs = inputs._replace(
+        labels=order.labels, ignore_index=v
+    )  # the column of each label instead of its entry
+    if uses_hopper(plan, bias, spec.softcap, more_statistics > 0):
         # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
         label = label_logits(column_inputs, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
     else:
         hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit)
     sorted_inputs = column_inputs._replace(hidden=hidden, bias=bias)
-    permuted = slab = None
+    sorted_weight = slab = None
     for first in range(0, v, workspace.slab):
-        permuted = slab = None  # free the previous slab
+        sorted_weight = slab = None  # free the previous slab
         stop, block = min(v, first + workspace.slab), first // plan.block_n
-        permuted = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
-        slab = sorted_inputs._replace(weight=permuted, bias=None if bias is None else bias[first:stop])
+        sorted_weight = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
+        slab = sorted_inputs._replace(weight=sorted_weight, bias=None if bias is None else bias[first:stop])
         slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
         tile_stats(slab, slab_tiles, label, plan, first)
     combine(tiles, sorted_inputs, label.logit, lse, [None, entropy, None, is_top1, rounding])
     return SavedForward(
-        order, hidden, permuted if workspace.keep_weight else None, bias, means, lse, label.logit, rounding, tile_lse,
+        order, hidden, sorted_weight if workspace.keep_weight else None, bias, means, lse, label.logit, rounding, tile_lse,
         tile_ratio, tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
     )  # fmt: skip
 
 
-def _select_tiles(
-    saved: SavedForward, weight: Tensor, request: BackwardRequest
-) -> tuple[Kept, DroppedMass, Tensor | None, WeightCorrection | None, FilterReport]:
-    """Return (kept tiles, mass of the dropped tiles, covariance [D, D], correction of dW, report).
-
-    The report's errors are absolute until ``relative_errors`` divides them.
-    """
-    plan, vocabulary, vocab_perm = saved.plan, saved.vocabulary, saved.vocabulary.vocab_perm
-    kept = select(saved, request.tau, request.by_rounding)
+def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Selection, FilterReport]:
+    """Choose the tiles to keep; the report's errors are absolute until ``relative_errors`` divides them."""
+    vocabulary, block_n = saved.vocabulary, saved.plan.block_n
     # The range of float16 is too small for the corrections.
     corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
-    mass = dropped_mass(saved, kept, request.grad_lse, weight.shape[1] if corrected and request.need_hidden else 0)
-    covariance, correction = None, None
-    if corrected and request.need_hidden:
-        if vocabulary.covariance is None:
-            vocabulary.covariance = dropped_covariance(weight, vocab_perm, mass.probability.sum(1), plan.block_n)
-        covariance = vocabulary.covariance
-    if corrected and request.need_weight:
-        if vocabulary.weight_correction is None:
-            vocabulary.weight_correction = make_weight_correction(
-                saved.hidden, weight, vocab_perm, saved.means, mass.per_token, plan.block_n
-            )
-        correction = vocabulary.weight_correction
+    correct_hidden, correct_weight = corrected and request.need_hidden, corrected and request.need_weight
+    kept = select(saved, request.tau, request.by_rounding)
+    mass = dropped_mass(saved, kept, request.grad_lse, extra_rows=weight.shape[1] if correct_hidden else 0)
+    if correct_hidden and vocabulary.covariance is None:
+        probability = mass.probability.sum(1)
+        vocabulary.covariance = dropped_covariance(weight, vocabulary.vocab_perm, probability, block_n)
+    if correct_weight and vocabulary.weight_correction is None:
+        vocabulary.weight_correction = make_weight_correction(
+            saved.hidden, weight, vocabulary.vocab_perm, saved.means, mass.per_token, block_n
+        )
+    covariance = vocabulary.covariance if correct_hidden else None
+    selection = Selection(kept, mass, covariance, vocabulary.weight_correction if correct_weight else None)
     rows, cols = saved.tile_grid
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, saved.hidden.shape[0], request.tau)
     if request.measure:
-        report = report._replace(**estimate_errors(saved, weight, request, kept, mass, covariance, correction))
-    return kept, mass, covariance, correction, report
+        report = report._replace(**estimate_errors(saved, weight, request, selection))
+    return selection, report
 
 
 def _probe(
@@ -177,18 +163,20 @@ def _probe(
 
     The first threshold is a guess. If ``next_tau`` derives another one from the estimated errors, report what that would keep.
     """
-    report = _select_tiles(saved, weight, request)[-1]
+    report = _select_tiles(saved, weight, request)[1]  # frees the selection
     tau = next_tau(report)
     if tau is not None:
-        report_at_tau = _select_tiles(saved, weight, replace(request, tau=tau, measure=False))[-1]
+        report_at_tau = _select_tiles(saved, weight, replace(request, tau=tau, measure=False))[1]
         report = report._replace(kept=report_at_tau.kept, dropped=report_at_tau.dropped, tau=tau)
     vars(saved).clear()
     return report._replace(dropped=report.dropped.sum())
 
 
-def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Tensor, Tensor, FilterReport]:
-    """Return (dh [N, D] in the original order of tokens, dW [V, D], report); empty if not needed. Consumes ``saved``."""
-    kept, mass, covariance, correction, report = _select_tiles(saved, weight, request)
+def _backward(
+    saved: SavedForward, weight: Tensor, request: BackwardRequest
+) -> tuple[Tensor | None, Tensor | None, FilterReport]:
+    """Return (dh [N, D] in the original order of tokens, dW [V, D], report with absolute errors). Consumes ``saved``."""
+    (kept, mass, covariance, correction), report = _select_tiles(saved, weight, request)
     # Free memory for the kept tiles.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
     (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
@@ -200,10 +188,7 @@ def _backward(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> 
         multiply_add(dropped_blocks, mass.per_row, saved.hidden, first=True)
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
-    grad_hidden, grad_weight = multiply_kept(
-        saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction
-    )
-    return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
+    return *multiply_kept(saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction), report
 
 
 def _add_dropped_to_hidden(
@@ -212,12 +197,9 @@ def _add_dropped_to_hidden(
     mass: DroppedMass,  # has D extra rows if covariance is not None
     covariance: Tensor | None,  # [D, D]
 ) -> None:
-    """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance.
-
-    Both terms are computed by one product: a second one would read and write all of ``total`` again.
-    """
+    """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance."""
     means = saved.means
-    if covariance is not None:
+    if covariance is not None:  # one product for both terms: a second one would read and write all of ``total`` again
         mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[means.shape[0] :])
         means = torch.cat((means, covariance))
     multiply_add(total, mass.per_row_extended.t(), means, first=True)

@@ -1,14 +1,17 @@
 """Selection of the tiles of the logits' gradient to compute, and the approximation of the others.
 
-Columns are vocabulary entries and rows are tokens, ordered so that large probabilities are close together
-(hf_cce.kernels.filter.order). For each token and tile, the forward pass saves the mass S = Σ p (as its logsumexp ``tile_lse``)
-and the energy Σ (p − S/width)² divided by S² (``tile_ratio``). The backward pass drops the tiles with the least energy, as long
-as the sum of their energies is at most τ² times a reference. For a numeric gradient_filter, the reference is
-Σ_i (1 − p_label)² plus the energy of the tiles without a label, which is about the energy of the whole gradient. For
-gradient_filter="auto" it is Σ_i ``rounding``, because the share of the gradient that rounding the logits changes differs between
-batches. The mass of a dropped tile is spread evenly over its columns. A tile with a label is never dropped, so the label term is
-exact. With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient; ``tile_damping`` is the mean of the second
-factor, weighted by p. The S² in ``tile_ratio`` does not include this factor.
+Rows are tokens and columns are vocabulary entries, ordered so that large probabilities are close together
+(hf_cce.kernels.filter.order). For each token and tile, the forward pass saves ``tile_lse``, the logsumexp, which gives the mass
+S = Σ p, and ``tile_ratio``, the energy Σ (p − S/width)² divided by S².
+
+The backward pass drops the tiles with the least energy, as long as the sum of their energies is at most τ² times a reference.
+A tile with a label is never dropped, so the label term is exact. The mass of a dropped tile is spread evenly over its columns.
+The reference depends on gradient_filter:
+- a number: Σ_i (1 − p_label)² plus the energy of the tiles without a label, about the energy of the whole gradient;
+- "auto": Σ_i ``rounding``, since the share of the gradient that rounding the logits changes differs between batches.
+
+With a softcap, p stands for p (1 − (z/softcap)²), the size of the gradient, except in the S² of ``tile_ratio``. ``tile_damping``
+is the mean of the second factor, weighted by p.
 
 ``rounding`` is the squared change of a token's gradient if each logit has an independent rounding error of size δ, divided by δ².
 Rounding changes p by p (δ − Σ p δ). With E the energy over all tiles, the squared change is about E (1 − √E)² if one entry has
@@ -19,6 +22,7 @@ All decisions are made on the device, in integers or in a fixed order, so result
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.filter.corrections import WeightCorrection
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel
@@ -291,15 +296,12 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
     """
     (rows, cols), passes = saved.tile_grid, saved.workspace.passes
     energy, reference_sums, histograms = _tile_energies(saved, by_rounding)
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=tau.device)
-
+    ints = partial(torch.empty, dtype=torch.int32, device=tau.device)
     kept = Kept(
-        energy=energy, kept_slot=ints(cols, rows), kept_counts=ints(cols), first_kept=ints(cols + 1),
+        energy=energy, kept_slot=ints((cols, rows)), kept_counts=ints(cols), first_kept=ints(cols + 1),
         pass_block=ints(passes + 1), pass_start=ints(passes + 1), tiles=ints(rows * cols), tile_rows=ints(rows * cols),
-        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints(rows, passes + 1),
-        row_order=ints(passes, rows),
+        row_tiles=torch.empty((rows, cols), dtype=torch.int64, device=tau.device), row_pass=ints((rows, passes + 1)),
+        row_order=ints((passes, rows)),
     )  # fmt: skip
     rows_2 = max(16, triton.next_power_of_2(rows))
     _choose_tiles_kernel[(cols,)](
@@ -358,3 +360,12 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: 
         BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
     return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])
+
+
+class Selection(NamedTuple):
+    """The tiles to keep, and what approximates the others."""
+
+    kept: Kept
+    mass: DroppedMass
+    covariance: Tensor | None  # [D, D]: correction of dh; None: none
+    correction: WeightCorrection | None  # of dW; None: none

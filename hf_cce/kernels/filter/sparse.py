@@ -4,7 +4,8 @@ The scratch buffer is divided into slots of one tile, [BLOCK_M, BLOCK_N]; the sl
 number of programs shares the tiles of a pass, so a pass without tiles costs only its launches.
 
 The sorted weight may share its memory with dW. A pass covers consecutive column blocks, and later passes do not read their weight
-rows, so dW can be written over these rows. After the last pass, the rows of dW are moved to the order of the vocabulary.
+rows, so the pass writes its rows of dW over them. After the last pass, all are moved to the order of the vocabulary. A pass that
+has all tiles writes dW in that order at once.
 """
 
 from __future__ import annotations
@@ -285,23 +286,19 @@ def multiply_kept(
     """Return dh [N, D] and dW [V, D] from kept tiles and the contributions of dropped tiles; empty if not needed."""
     plan, workspace, hidden, vocab_perm = saved.plan, saved.workspace, saved.hidden, saved.vocabulary.vocab_perm
     (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.tile_grid
+    # The kernels read the sorted weight or, if it was not saved, gather rows of the weight.
     gather = saved.weight is None
-    source, gathered = (saved.weight, None) if saved.weight is not None else (weight, vocab_perm)
+    source, source_perm = (weight, vocab_perm) if saved.weight is None else (saved.weight, None)
     scratch = hidden.new_empty((workspace.num_slots * plan.block_m, plan.block_n))
     grad_hidden = torch.empty_like(hidden) if request.need_hidden else hidden.new_empty(0)
-    in_place = request.need_weight and not gather
+    in_place = request.need_weight and not gather  # dW overwrites the sorted weight
     grad_weight = source if in_place else weight.new_empty(weight.shape if request.need_weight else 0)
-    reorder = in_place and workspace.passes > 1
-    constants = {
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "TMA": plan.use_tma,
-        "PRECISION": plan.precision,
-    }
+    may_reorder = in_place and workspace.passes > 1
+    constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "TMA": plan.use_tma, "PRECISION": plan.precision}
     # The kept tiles of a pass, written to the scratch buffer
     launches = [_kept_tiles_kernel.prepare(
         (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
-        source if gather else operand(source, plan.block_n, plan), saved.bias, gathered, saved.order.labels, saved.lse,
+        source if gather else operand(source, plan.block_n, plan), saved.bias, source_perm, saved.order.labels, saved.lse,
         request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
         source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
         num_stages=plan.num_stages, **constants,
@@ -310,7 +307,7 @@ def multiply_kept(
         block_k, block_d, *_ = plan.for_hidden
         launches.append(_hidden_gradient_kernel.prepare(
             (rows * ceil_div(d, block_d),), 0, operand(scratch, plan.block_m, plan, block_k),
-            source if gather else operand(source, block_k, plan, block_d), gathered, kept.row_tiles, kept.row_pass,
+            source if gather else operand(source, block_k, plan, block_d), source_perm, kept.row_tiles, kept.row_pass,
             kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d, source.stride(0),
             workspace.passes, **plan.for_hidden.constants(), **constants,
         ))  # fmt: skip
@@ -320,12 +317,12 @@ def multiply_kept(
             (min(plan.programs, cols * ceil_div(d, block_d)),), 0, operand(scratch, block_k, plan, plan.block_n),
             operand(hidden, block_k, plan, block_d), vocab_perm, kept.tile_rows, kept.first_kept, kept.pass_block,
             kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
-            hidden.stride(0), IN_PLACE=reorder, RANK=RANK.value, **plan.for_weight.constants(), **constants,
+            hidden.stride(0), IN_PLACE=may_reorder, RANK=RANK.value, **plan.for_weight.constants(), **constants,
         ))  # fmt: skip
     for number in range(workspace.passes):
         for launch in launches:
             launch(number)
-    if reorder:
+    if may_reorder:
         _reorder_rows(grad_weight, vocab_perm, scratch, kept.pass_block, plan.block_n)
     return grad_hidden, grad_weight
 
@@ -337,8 +334,7 @@ def _reorder_rows(gradient: Tensor, vocab_perm: Tensor, scratch: Tensor, pass_bl
     """
     v, d = gradient.shape
     width = min(d, scratch.numel() // v)
-    if width > 16:
-        width -= width % 16  # keeps rows aligned
+    width -= width % 16 if width > 16 else 0  # keeps rows aligned
     for first in range(0, d, width):
         stop = min(d, first + width)
         for back in (False, True):

@@ -35,10 +35,7 @@ class Workspace:
 
 
 def plan_workspace(shape: Shape, plan: FilterPlan, softcap: bool, need_weight: bool, budget: int) -> Workspace | None:
-    """Divide ``budget`` bytes; return None if they do not suffice.
-
-    The sorted weight is saved, and corrections are used, if there is room for them.
-    """
+    """Divide ``budget`` bytes, if possible with a sorted weight and corrections; return None if they do not suffice."""
     for keep_weight, corrected in product((True, False), (True, False)):
         workspace = _divide(shape, plan, softcap, need_weight, keep_weight, corrected, budget)
         if workspace is not None:
