@@ -53,10 +53,10 @@ class CachePlan(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the exponentials lack to be the gradient of the logits."""
+    """The gradient of the logits of a token is ``scale`` times its exponentials, except at the label."""
 
-    scale: Tensor  # [N] factor of the exponentials
-    label_entry: Tensor  # [N] the gradient of the label's logit
+    scale: Tensor  # [N], f in the kernels
+    label_entry: Tensor  # [N], c in the kernels: the gradient of the label's logit
     flags: Tensor  # [row blocks] int32: a row block with a nonzero flag must be recomputed
 
 
@@ -216,6 +216,7 @@ def exp_factors(
     block_m: int,
     values: Tensor | None = None,  # if given, the exponentials of all columns; zeros are written at the labels
 ) -> Factors:
+    """Compute the factors of the exponentials; row blocks with a flag get f = 1 and c = 0."""
     n, _, v, _ = inputs.shape
     scale, label_entry = empty_slab(label_logit, 2, n).unbind()
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=label_logit.device)

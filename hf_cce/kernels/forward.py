@@ -40,7 +40,7 @@ def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, v
 def _store_exp(
     e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Write the tile to the cache of hf_cce.kernels.exp_cache; ``height`` is the row's maximum minus its label logit."""
+    """Write e · exp(height) to hf_cce.kernels.exp_cache, up to its LOSS_LIMIT; ``height``: the maximum minus the label logit."""
     value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
     if slope is not None:
         value *= slope

@@ -57,10 +57,7 @@ class Plan:
 
 
 def make_plan(hidden: Tensor, weight: Tensor, backward: bool = False) -> Plan:
-    """Choose the tiles for ``hidden`` [N, D] and ``weight`` [V, D] in the forward or the backward pass.
-
-    The tiles for Hopper are the fastest of those measured on an H200.
-    """
+    """Choose the tiles for ``hidden`` [N, D] and ``weight`` [V, D]. Those for Hopper are the fastest measured on an H200."""
     precision = "tf32" if hidden.dtype == torch.float32 and _allows_tf32() else "ieee"
     if hidden.device.type == "cpu":  # the interpreter: small tiles, so that tests cross tile borders
         return Plan(16, 32, 32, 1, 1, False, "upcast")
@@ -115,10 +112,7 @@ class FilterPlan(Plan):
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
-    """Choose the tiles of the filtered loss: the filter keeps or drops whole tiles of BLOCK_M by BLOCK_N.
-
-    On a GPU, only losses in bfloat16 are filtered.
-    """
+    """Choose the tiles that the filter keeps or drops as a whole. On a GPU, only losses in bfloat16 are filtered."""
     plan = make_plan(hidden, weight)
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the sorted, contiguous copies are not aligned
         plan = replace(plan, use_tma=False, hopper=False)

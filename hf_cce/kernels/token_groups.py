@@ -70,6 +70,7 @@ def gradients_by_groups(
     size: int,  # tokens per group
     plans: tuple[Plan, Plan],  # of the forward and of the backward pass
 ) -> PrecomputedGradients:
+    """Compute ``lse`` and the gradients, one group of tokens after the other."""
     (n, d, v, _), device, (plan, backward_plan) = inputs.shape, lse.device, plans
     one = torch.ones((), device=device, dtype=torch.float32)
     grad_hidden = torch.empty_like(inputs.hidden, memory_format=torch.contiguous_format)

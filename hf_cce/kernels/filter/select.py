@@ -174,34 +174,34 @@ def _list_tiles_kernel(
 ):
     row_block = tl.program_id(0)
     passes = tl.arange(0, PASSES_2)
-    # Of each pass: column blocks in earlier passes, their kept tiles, and those of them in this row block
+    # For each pass: column blocks in earlier passes, their kept tiles, and those of them in this row block
     blocks_before = tl.zeros((PASSES_2,), tl.int32)
     kept_before = tl.zeros((PASSES_2,), tl.int32)
-    own_before = tl.zeros((PASSES_2,), tl.int32)
-    total, own = 0, 0
+    row_kept_before = tl.zeros((PASSES_2,), tl.int32)
+    total, row_kept = 0, 0
     for first in range(0, num_col_blocks, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         inside = cols < num_col_blocks
         counts = tl.load(kept_counts + cols, mask=inside, other=0)
-        first_of = total + tl.cumsum(counts, 0) - counts
-        pass_number = first_of // tiles_per_pass
+        block_first = total + tl.cumsum(counts, 0) - counts
+        pass_number = block_first // tiles_per_pass
         earlier = inside[:, None] & (pass_number[:, None] < passes[None, :])
         blocks_before += tl.sum(earlier.to(tl.int32), 0)
         kept_before += tl.sum(tl.where(earlier, counts[:, None], 0), 0)
         # Passes are in the order of columns, so ``kept_before`` is complete for those of this loop step.
         pass_first = tl.sum(tl.where(pass_number[:, None] == passes[None, :], kept_before[None, :], 0), 1)
-        index = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
-        kept, slot = index >= 0, first_of + index
-        at = row_block * num_col_blocks + own + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(tiles + slot, cols * num_row_blocks + row_block, mask=kept)
-        tl.store(tile_rows + slot, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
-        tl.store(row_tiles + at, (slot - pass_first).to(tl.int64) * 4294967296 + cols, mask=kept)
+        in_block = tl.load(kept_slot + cols * num_row_blocks + row_block, mask=inside, other=-1)
+        kept, list_index = in_block >= 0, block_first + in_block
+        at = row_block * num_col_blocks + row_kept + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(tiles + list_index, cols * num_row_blocks + row_block, mask=kept)
+        tl.store(tile_rows + list_index, row_block + tl.zeros((BLOCK,), tl.int32), mask=kept)
+        tl.store(row_tiles + at, (list_index - pass_first).to(tl.int64) * 4294967296 + cols, mask=kept)
         if row_block == 0:
-            tl.store(first_kept + cols, first_of, mask=inside)
-        own_before += tl.sum((kept[:, None] & earlier).to(tl.int32), 0)
+            tl.store(first_kept + cols, block_first, mask=inside)
+        row_kept_before += tl.sum((kept[:, None] & earlier).to(tl.int32), 0)
         total += tl.sum(counts)
-        own += tl.sum(kept.to(tl.int32))
-    tl.store(row_pass + row_block * (PASSES + 1) + passes, own_before, mask=passes <= PASSES)
+        row_kept += tl.sum(kept.to(tl.int32))
+    tl.store(row_pass + row_block * (PASSES + 1) + passes, row_kept_before, mask=passes <= PASSES)
     if row_block == 0:
         tl.store(first_kept + num_col_blocks, total)
         tl.store(pass_block + passes, blocks_before, mask=passes <= PASSES)

@@ -60,17 +60,17 @@ def _divide(
     # Mass of dropped tiles, see ``DroppedMass``
     mass = (element * (cols + d * corrected) + 4 * ceil_div(cols, MASS_GROUP)) * padded(n) + 8 * tiles
     selection_peak = persistent + tile_stats + mass + tile_lists  # while kept tiles are chosen and errors estimated
-    multiply = persistent + tile_lists + 4 * n * d  # while kept tiles are multiplied, without the tiles themselves
+    multiply_fixed = persistent + tile_lists + 4 * n * d  # while kept tiles are multiplied, without their slots
     left, slab = budget - persistent - tile_stats, v
     if not keep_weight:
         slab = min(v, left // (element * d) // plan.block_n * plan.block_n)
-    num_slots = (budget - multiply) // (element * plan.block_m * plan.block_n)
+    num_slots = (budget - multiply_fixed) // (element * plan.block_m * plan.block_n)
     if (
         left < 0
         or slab < min(v, 32 * plan.block_n)
         or num_slots < max(2 * rows, 4 * plan.programs)
         # The product with the mass of dropped tiles has a second copy of the covariance.
-        or multiply + mass + element * d**2 * corrected > budget
+        or multiply_fixed + mass + element * d**2 * corrected > budget
         or 8 * corrections > budget
         or selection_peak + correction_scratch_bytes(shape, plan.block_n, need_weight) * corrected > budget
     ):
@@ -83,9 +83,8 @@ def _divide(
     num_slots = min(num_slots, tiles)
     tiles_per_pass = num_slots if num_slots == tiles else num_slots - rows
     passes = ceil_div(tiles, tiles_per_pass)
-    if passes > (MAX_PASSES_IN_ORDER if keep_weight else MAX_PASSES):
-        return None
-    if passes > 1 and num_slots * plan.block_m * plan.block_n < v:  # too small to reorder the rows of dW
+    too_small_to_reorder = num_slots * plan.block_m * plan.block_n < v  # rows of dW, after several passes
+    if passes > (MAX_PASSES_IN_ORDER if keep_weight else MAX_PASSES) or (passes > 1 and too_small_to_reorder):
         return None
     return Workspace(slab, keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, corrected)
 
