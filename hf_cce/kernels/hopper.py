@@ -298,9 +298,8 @@ _shared_layout = lru_cache(gl.NVMMASharedLayout)
 
 def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Return a TMA descriptor of ``x`` with blocks [rows, cols], whose rows are swizzled in shared memory."""
-    return TensorDescriptor.from_tensor(
-        x, [rows, cols], _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize, rank=2)
-    )
+    layout = _shared_layout(min(128, cols * x.itemsize), 8 * x.itemsize, rank=2)
+    return TensorDescriptor.from_tensor(x, [rows, cols], layout)
 
 
 def launch(
@@ -308,8 +307,7 @@ def launch(
     label: LabelLogits,
     start: int,  # first column of the vocabulary
     stop: int,
-    out: Tensor
-    | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else values of the exp_cache
+    out: Tensor | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else values of exp_cache
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,  # written
     stat_n: int = BLOCK_N,  # columns of one of ``tiles``: 128 or 256

@@ -102,7 +102,7 @@ class _Step:
 
     @property
     def valid(self) -> Tensor:
-        """Mask [N] of the tokens whose label is not ignored. Hidden states and gradients of the others may be infinite or NaN."""
+        """Mask [N] of the tokens whose label is not ignored."""
         return self.saved.order.labels < len(self.weight)
 
     @property
@@ -162,6 +162,7 @@ def _hidden_error(step: _Step) -> Tensor:
         error = multiply(step.filter_residual(tokens, None), step.weight)
         if covariance is not None:
             dropped = mass.per_token[:, tokens].sum(0)[:, None] * -saved.logit_scale
+            # Hidden states of ignored tokens may be infinite or NaN.
             weighted = torch.where(dropped == 0.0, 0.0, saved.hidden[tokens] * dropped)
             multiply_add(error, weighted.to(covariance.dtype), covariance)
         total = total + (error.square().sum(1) * factors).sum()

@@ -104,9 +104,7 @@ def _forward(
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
     expectation, z_max = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, z_max, tile_ratio, tile_damping)
-    column_inputs = inputs._replace(
-        labels=order.labels, ignore_index=v
-    )  # the column of each label instead of its entry
+    column_inputs = inputs._replace(labels=order.labels, ignore_index=v)  # labels are columns
     if uses_hopper(plan, bias, spec.softcap, more_statistics > 0):
         # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
