@@ -211,8 +211,13 @@ def logit_products(
         grad_hidden = unscaled if unscaled.dtype == g.dtype else torch.empty_like(unscaled, dtype=g.dtype)
         torch.mul(unscaled, total[:, None], out=grad_hidden)
     if need_bias:
-        largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
-        grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None], may_round=True)[:, 0] * largest
+        if g.dtype in FULL_PRECISION or supports_fp32_out(g):
+            largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
+            grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None])[:, 0] * largest
+        else:  # PyTorch would round the product to 16 bits, before it is multiplied by ``by``
+            grad_bias = by_row.new_zeros(g.shape[1])
+            for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
+                grad_bias += by_row[rows] @ g[rows].to(by_row.dtype)
         grad_bias = (grad_bias if by is None else grad_bias * by).to(g.dtype)
     return grad_hidden, grad_weight, grad_bias
 

@@ -140,6 +140,19 @@ def test_division_by_the_number_of_labels_adds_no_rounding() -> None:
     check_against_plain(fused_loss(), inputs, labels, PLAIN, torch.bfloat16, "mean")
 
 
+def test_division_of_the_sum_rounds_the_gradient_of_a_bias_once() -> None:
+    """Transformers divides the sum itself if it gets ``num_items_in_batch``, so the loss does not know the divisor."""
+    inputs, labels = make_inputs(48, 16, 33, torch.bfloat16, bias=True, ignored="none")
+    labels.fill_(3)  # its entry is by far the largest
+
+    def gradient(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs if x is not None]
+        return torch.autograd.grad(loss(*leaves, labels, Options(reduction="sum")) / 5, leaves[2])[0]
+
+    exact, plain = (gradient(plain_loss, dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_accurate(gradient(fused_loss(), torch.bfloat16), plain, exact, "bias")
+
+
 @pytest.mark.usefixtures("calls")
 def test_float16_with_a_low_temperature(loop: str, fp32_out: bool) -> None:
     """The gradient of a logit before the scale is up to ``logit_scale``, which leaves less room in float16."""
