@@ -96,7 +96,7 @@ WHY = {
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``, or raise if they must be on "triton"."""
+    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``; raise if the one asked for cannot run."""
     if implementation == "auto" and dtype == torch.float32:
         return "portable"  # cuBLAS is faster than Triton's full-precision matmul
     if runs_kernels(device, dtype, implementation):

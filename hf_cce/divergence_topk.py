@@ -28,7 +28,7 @@ class TopK(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The k tokens of a teacher. Padding has the id, and later the gradient, of the most probable token: it is written twice."""
+    """The k tokens of a teacher. Padding has the id and later the gradient of the most probable one, which is written twice."""
 
     ids: Tensor  # [N, k]
     log_p: Tensor  # [N, k]; very low where padding: minus infinity would give NaN

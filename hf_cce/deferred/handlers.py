@@ -466,7 +466,7 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
 
 
 def _repeat_known_values(x: Any, ids: Tensor, values: Tensor) -> Tensor:
-    """Overwrite ``values`` of the token ids ``ids``, both [..., K], with those returned earlier for the same ids; return them.
+    """Overwrite ``values`` of the token ids ``ids``, both [..., K], with those returned earlier for the same ids.
 
     Code that compares the logit of a label with the largest one (margins, accuracy) must find equal numbers, but products of
     other shapes round differently.
