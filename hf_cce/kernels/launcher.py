@@ -57,7 +57,12 @@ class Kernel:
             return partial(function[grid], **constants), ()
         recorded = _recorded.get()
         if recorded is not None:  # in ``compiling``
-            recorded.append((function, partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)))
+            start = partial(function.warmup, *args, grid=grid, **constants, **OPTIONS)
+            if function.is_gluon():
+                with suppress(Exception):
+                    start()
+            else:
+                recorded.append((function, start))
             return lambda *args: None, ()
         key = (*constants.items(), *map(_specialization, args))
         compiled = self._compiled.get(key)
@@ -130,15 +135,15 @@ def compiling(device: torch.device) -> Iterator[bool]:
         yield False
         return
     recorded: list[tuple[Any, Callable[[], Any]]] = []
-    token = _recorded.set(recorded)
-    try:
-        yield True
-    finally:
-        _recorded.reset(token)
-    # The slowest to compile come first: those in Gluon, then those with the longest source.
-    recorded.sort(key=lambda launch: (not launch[0].is_gluon(), -len(launch[0].src)))
+    # The slowest to compile start first: those in Gluon at once, then those with the longest source. While threads translate the
+    # source, which is Python, they wait for each other.
     with _Compiler(device) as compiler, mode(compiler, ignore_errors=True):
-        for _, start in recorded:
+        token = _recorded.set(recorded)
+        try:
+            yield True
+        finally:
+            _recorded.reset(token)
+        for _, start in sorted(recorded, key=lambda launch: -len(launch[0].src)):
             with suppress(Exception):
                 start()
 
