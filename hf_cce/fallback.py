@@ -199,14 +199,21 @@ def logit_products(
         total = by_row = torch.ones_like(total)
         by = None
     grad_hidden = grad_weight = grad_bias = None
-    if need_weight and g.dtype == torch.float16 and by is not None:
+    scale = None  # ``by`` as a number, if it is read without a synchronization; ``by_row`` is then 0 or 1
+    if by is not None and g.dtype == torch.bfloat16 and g.device.type == "cpu" and not supports_fp32_out(g):
+        scale = float(by)
+    if need_weight and scale is not None:
+        grad_weight = _scaled_product(g.t(), hidden * by_row[:, None].to(g.dtype), scale, weight)
+    elif need_weight and g.dtype == torch.float16 and by is not None:
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         h = hidden * by_row[:, None].to(g.dtype)
         for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
             torch.mul(multiply(g[:, rows].t(), h), by, out=grad_weight[rows])
     elif need_weight:
         grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
-    if need_hidden:
+    if need_hidden and scale is not None:
+        grad_hidden = _scaled_product(g, weight, scale, hidden).mul_(by_row[:, None])
+    elif need_hidden:
         unscaled = multiply(g, weight, may_round=True)
         grad_hidden = unscaled if unscaled.dtype == g.dtype else torch.empty_like(unscaled, dtype=g.dtype)
         torch.mul(unscaled, total[:, None], out=grad_hidden)
@@ -220,6 +227,11 @@ def logit_products(
                 grad_bias += by_row[rows] @ g[rows].to(by_row.dtype)
         grad_bias = (grad_bias if by is None else grad_bias * by).to(g.dtype)
     return grad_hidden, grad_weight, grad_bias
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float, like: Tensor) -> Tensor:
+    """Return scale · a · b in 16 bits, rounded once."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format).addmm_(a, b, beta=0, alpha=scale)
 
 
 def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:

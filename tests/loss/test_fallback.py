@@ -140,17 +140,19 @@ def test_division_by_the_number_of_labels_adds_no_rounding() -> None:
     check_against_plain(fused_loss(), inputs, labels, PLAIN, torch.bfloat16, "mean")
 
 
-def test_division_of_the_sum_rounds_the_gradient_of_a_bias_once() -> None:
+@pytest.mark.parametrize(("sizes", "divisor", "label"), [((90, 64, 256), 17, None), ((48, 16, 33), 5, 3)], ids=str)
+def test_division_of_the_sum_adds_no_rounding(sizes: Any, divisor: int, label: int | None) -> None:
     """Transformers divides the sum itself if it gets ``num_items_in_batch``, so the loss does not know the divisor."""
-    inputs, labels = make_inputs(48, 16, 33, torch.bfloat16, bias=True, ignored="none")
-    labels.fill_(3)  # its entry is by far the largest
+    inputs, labels = make_inputs(*sizes, torch.bfloat16, bias=True, ignored="none")
+    if label is not None:  # then its entry of the bias has by far the largest gradient
+        labels.fill_(label)
 
-    def gradient(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+    def gradients(loss: Callable[..., Tensor], dtype: torch.dtype) -> Any:
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs if x is not None]
-        return torch.autograd.grad(loss(*leaves, labels, Options(reduction="sum")) / 5, leaves[2])[0]
+        return torch.autograd.grad(loss(*leaves, labels, Options(reduction="sum")) / divisor, leaves)
 
-    exact, plain = (gradient(plain_loss, dtype) for dtype in (torch.float64, torch.bfloat16))
-    assert_accurate(gradient(fused_loss(), torch.bfloat16), plain, exact, "bias")
+    exact, plain = (gradients(plain_loss, dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert_all_accurate(gradients(fused_loss(), torch.bfloat16), plain, exact)
 
 
 @pytest.mark.usefixtures("calls")
