@@ -435,10 +435,9 @@ class LazyGrad(Tensor):
         if func is _ATEN.isnan.default and first.losses:
             return torch.zeros((), dtype=torch.bool, device=first.device)
         alike = all(isinstance(x, Tensor) and x.shape == first.shape for x in args)
-        if func in (_ATEN.add.Tensor, _ATEN.add_.Tensor) and not kwargs and alike:
-            if not isinstance(first, LazyGrad):
-                return args[1].plus(first) if func is _ATEN.add.Tensor else NotImplemented
-            both = first.plus(args[1])
+        lazy = isinstance(first, LazyGrad)
+        if not kwargs and alike and (func is _ATEN.add.Tensor or (func is _ATEN.add_.Tensor and lazy)):
+            both = first.plus(args[1]) if lazy else args[1].plus(first)
             if func is _ATEN.add.Tensor:
                 return both
             first.losses, first.dense = both.losses, both.dense
