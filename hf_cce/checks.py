@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
 from hf_cce.head_checks import transformed
-from hf_cce.spec import Divisor, autocast_dtype
+from hf_cce.spec import Divisor
 
 Reduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = get_args(Reduction)
@@ -142,8 +142,9 @@ def check_head(
     for name, tensor in ((names[1], weight), (names[2], bias)):
         if tensor is not None:
             check_device(name, tensor, names[0], hidden)
-    dtype = autocast_dtype(hidden)
-    if dtype is not None:
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     for name, tensor in ((names[1], weight), (names[2], bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:

@@ -17,7 +17,7 @@ from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
 from hf_cce.reference import token_losses
-from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats, autocast_dtype
+from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 from hf_cce.strategies import SUM, validate_labels
 
 Form = tuple[int, float, float]  # ignore_index, logit_scale, softcap (0: no softcap)
@@ -231,10 +231,12 @@ def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig
         return False
     config = checks.check_config(config)
     (v, d), n = weight.shape, hidden_states.numel() // max(1, hidden_states.shape[-1])
-    dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+    dtype, device = hidden_states.dtype, hidden_states.device
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
     needs = [x.requires_grad and torch.is_grad_enabled() for x in (hidden_states, weight)]
     spec = LossSpec.of(config, n, (needs[0], needs[1], False))
-    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, dtype, hidden_states.device), spec)
+    return dispatch.prefers_full_logits(dispatch.Problem(n, d, v, dtype, device), spec)
 
 
 def rounds_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None) -> bool:

@@ -111,13 +111,6 @@ class TokenGrads(NamedTuple):
         return cls(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast gives the operands of a matmul with ``x``, or None; it leaves float64 alone."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return None
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, float32 for all narrower dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32

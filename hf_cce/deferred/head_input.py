@@ -17,7 +17,6 @@ from hf_cce.head_checks import why_not_read
 from hf_cce.loss import prefers_full_logits
 from hf_cce.quantized import FrozenWeight, torchao_weight
 from hf_cce.sharded import is_dtensor, why_not_sharded
-from hf_cce.spec import autocast_dtype
 
 _GRAD_FN: Any = Tensor.grad_fn  # the property of the class
 
@@ -27,16 +26,18 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
 
     In a head that PEFT has wrapped, the deferred product is an ``AdapterHead``. LoRA adds B (A x): A x is computed at once.
     """
+    device = hidden_states.device.type
     if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
         return head_input(F.linear(hidden_states, weight, bias), call)
     cast = reason = None
-    if hidden_states.is_meta:  # is_autocast_enabled does not accept it either
+    if device == "meta":  # is_autocast_enabled does not accept it either
         reason = "the model is on the meta device, where tensors have no data"
     elif not torch.is_grad_enabled() and not call.evaluation:
         call.without_gradients = True
         return F.linear(hidden_states, weight, bias)
     else:
-        cast = autocast_dtype(hidden_states)
+        if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:  # autocast leaves float64 alone
+            cast = torch.get_autocast_dtype(device)
         if not torch.compiler.is_compiling():
             frozen = torchao_weight(weight, hidden_states, cast)
             weight = weight if frozen is None else frozen
