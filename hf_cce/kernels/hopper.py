@@ -194,8 +194,8 @@ def _consumer(
             at_label = gl.load(label_logit + rows, mask=in_rows, other=0.0)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, ACC)
         if MASKED:
-            # Products beyond the vocabulary are zero, so these logits stay at −inf. Masking them in a branch after the product
-            # would double the compile time.
+            # Products beyond the vocabulary are zero, so these logits stay at −inf. A branch that masks them after the product
+            # would take LLVM much longer to compile.
             inside = (col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC)) < vocab_size)[None, :]
             acc = gl.where(inside, acc, float("-inf"))
         z, stage, phase = _multiply(

@@ -102,7 +102,7 @@ def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
 
 
 def _compile(build: Callable[[], Any]) -> Any:
-    """Return the kernel of ``build``. If it was not in Triton's cache, call the function given to ``when_cold`` first."""
+    """Return the kernel of ``build``. If it was not in Triton's cache, also call the function given to ``when_cold``."""
     warm_up, knobs, cached = _when_cold.get(), triton.knobs.compilation, []
     if warm_up is None:
         return build()

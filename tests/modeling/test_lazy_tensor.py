@@ -688,10 +688,11 @@ def test_gradient_kept_by_logits_without_a_graph_is_no_reference_cycle() -> None
 def test_a_gradient_is_added_to_a_dense_one() -> None:
     """Autograd adds in place, as after zero_grad(set_to_none=False)."""
     plain, patched = (model(input_ids=batch()["input_ids"]).logits.detach().requires_grad_() for model in twins())
-    for logits in (plain, patched):
-        logits.grad = torch.ones(logits.shape)
+    exact = plain.detach().double().requires_grad_()
+    for logits in (plain, patched, exact):
+        logits.grad = torch.ones(logits.shape, dtype=logits.dtype)
         logits.log_softmax(-1).gather(-1, INDEX).mean().backward()
-    torch.testing.assert_close(patched.grad, plain.grad)
+    assert_accurate(patched.grad, plain.grad, exact.grad, "gradient")
 
 
 @pytest.mark.filterwarnings("ignore")
