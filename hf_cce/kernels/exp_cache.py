@@ -27,6 +27,7 @@ from hf_cce.kernels.tiles import softcap_slope
 from hf_cce.matmul import ALIGNED
 
 LOSS_LIMIT = tl.constexpr(60.0)  # nats; exp(LOSS_LIMIT) and exp(-LOSS_LIMIT) are well within bfloat16's range
+MAX_DW_SLABS = 4  # with more slabs, the dW buffer has room for more columns, but dh is a sum of more products
 
 
 class Slab(NamedTuple):
@@ -42,13 +43,13 @@ class ExpCache(NamedTuple):
 
     slabs: list[Slab]  # consecutive columns, starting at the first
     label: LabelLogits
-    grad_weight: Tensor | None = None  # [V, D], the dW buffer if it holds the first slab; dW itself is not written yet
+    grad_weight: Tensor | None = None  # [V, D], the dW buffer if it holds all slabs but the last; dW is not written yet
 
 
 class CachePlan(NamedTuple):
     """Numbers of columns to cache: the first ones in the dW buffer, the ones after them in scratch memory."""
 
-    in_dw: int
+    in_dw: int  # in ``_dw_slabs`` slabs of equal width
     in_scratch: int
 
 
@@ -172,10 +173,16 @@ def _scratch_columns(shape: Shape, num_tiles: int, block_n: int, budget: int, ha
     return min(width, v) if 4 * width >= 3 * widest else 0
 
 
+def _dw_slabs(shape: Shape) -> int:
+    """Return the number of slabs in the dW buffer, measured on an H200. If d is much smaller than n, more slabs save little."""
+    return min(max(6 * shape.d // shape.n, 1), MAX_DW_SLABS)
+
+
 def _dw_buffer_columns(shape: Shape, block_n: int) -> int:
-    """Return how many columns fit in the dW buffer next to the dW rows of the same columns."""
-    n, d, v, _ = shape
-    return max((d * v - 16) // (d + n), 0) // block_n * block_n
+    """Return how many columns fit in the dW buffer, so that the dW rows of each slab fit before its exponentials."""
+    (n, d, v, _), slabs = shape, _dw_slabs(shape)
+    # Exponentials of all slabs and one slab's rows or, if the rows are larger, all rows and one slab's exponentials
+    return max((d * v - 16) // (max(n, d) * slabs + min(n, d)), 0) // block_n * block_n * slabs
 
 
 def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> ExpCache:
@@ -185,10 +192,11 @@ def allocate_cache(inputs: LogitInputs, plan: CachePlan, label: LabelLogits) -> 
     if not in_dw:
         return ExpCache([scratch], label)
     grad_weight = inputs.weight.new_empty((v, d))
-    # At the end of the buffer: the dW rows of these columns are written to its beginning while the cached values are still read.
-    start = (v * d - n * in_dw) // 16 * 16
-    values = grad_weight.view(-1)[start : start + n * in_dw].view(n, in_dw)
-    return ExpCache([Slab(0, in_dw, values), scratch], label, grad_weight)
+    # At the end of the buffer: each slab's rows of dW are written from its beginning while the exponentials are still read.
+    start, width = (v * d - n * in_dw) // 16 * 16, in_dw // _dw_slabs(inputs.shape)
+    values = grad_weight.view(-1)[start : start + n * in_dw].view(-1, n, width)
+    slabs = [Slab(i * width, (i + 1) * width, slab) for i, slab in enumerate(values)]
+    return ExpCache([*slabs, scratch], label, grad_weight)
 
 
 def fill_cache(

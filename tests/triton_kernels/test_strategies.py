@@ -305,7 +305,7 @@ def test_tensors_read_by_a_cuda_graph_are_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("n", "d", "v"), [(70, 41, 133), (40, 150, 131), (33, 600, 70)])
+@pytest.mark.parametrize(("n", "d", "v"), [(71, 67, 303), (40, 150, 203), (33, 600, 163), (450, 40, 410)])
 def test_cached_columns_share_the_weight_gradient_buffer(
     n: int, d: int, v: int, dtype: torch.dtype, spy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +323,7 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     ours = fused_loss(config_for("partial_exp_cache"))
     found = [loss_and_gradients(ours, inputs, labels, options, dtype)]
     assert all(
-        columns >= 32 and width > 0 and columns * (n + d) < d * v
+        columns >= 32 and width > 0 and columns * n < d * v
         for columns, width in (plan.result for plan in plans if plan.result)
     )
     if dtype == torch.float32:
