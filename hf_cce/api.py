@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
@@ -116,24 +115,11 @@ def _class_of(target: str | type) -> type:
     names = class_names()
     if target not in names:
         raise ValueError(
-            f"model: {target!r} is not a causal LM model type of transformers {transformers.__version__}. Pass a model "
-            f'instance, a model class or a model type such as "llama"; {_hint(target, names)}'
+            f"model: {target!r} is not a causal LM model type of transformers {transformers.__version__}. Pass a model type "
+            'such as "llama" (supported_models() lists them), a model class or a model. To use a folder or a name on the Hub, '
+            "load it first: AutoModelForCausalLM.from_pretrained(...)"
         )
     return getattr(transformers, names[target])
-
-
-def _hint(target: str, names: dict[str, str]) -> str:
-    """Return a hint at the model type that was probably meant by ``target``."""
-    from transformers import CONFIG_MAPPING
-
-    supported = supported_models()
-    types = [name for name in supported if names[name] == target]
-    if types:
-        return f"the model type of {target} is {difflib.get_close_matches(target.lower(), types, 1, 0.0)[0]!r}"
-    if "/" in target:
-        return "to use a folder or a name on the Hub, load it first: AutoModelForCausalLM.from_pretrained(...)"
-    near = [] if target in CONFIG_MAPPING else difflib.get_close_matches(target.lower(), supported)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else "supported_models() lists all model types"
 
 
 def causal_lm(model: Any) -> nn.Module:

@@ -24,30 +24,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Run:
-    """The model's counters in a training run, with their values when the run and its current step began."""
+    """The model's counters in a training run, with their values when its current step began."""
 
     stats: Stats  # the live counters
-    start: Stats
     step: Stats
-    losses: int = 0  # stats.without_fallback after the last micro-batch
-    batches: int = 0
-    unfused_batches: int = 0  # micro-batches that did not increase stats.without_fallback
     announced: bool = False  # the line on how losses are computed was shown
     warned: bool = False  # a step without fused loss was reported
 
     def begin_step(self, patch: Patch | None) -> None:
-        self._follow(patch)
-        self.step, self.losses = replace(self.stats), self.stats.without_fallback
+        self.follow(patch)
+        self.step = replace(self.stats)
 
-    def end_batch(self, patch: Patch | None) -> None:
-        self._follow(patch)
-        self.batches += 1
-        self.unfused_batches += self.stats.without_fallback == self.losses
-        self.losses = self.stats.without_fallback
-
-    def _follow(self, patch: Patch | None) -> None:
+    def follow(self, patch: Patch | None) -> None:
         if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
-            self.stats, self.start, self.step, self.losses = patch.stats, Stats(), Stats(), 0
+            self.stats, self.step = patch.stats, Stats()
 
 
 class CCECallback(TrainerCallback):
@@ -56,9 +46,9 @@ class CCECallback(TrainerCallback):
     The model is patched when the Trainer is created, before accelerate wraps it. With ``model_init``, or if the callback is added
     later, it is patched when training begins.
 
-    After the first step one line says how the losses are computed. If some micro-batches had no fused loss, a line at the end
-    says how many. Both are logged at level INFO; if the log hides that level by default, the main process prints them. To
-    silence them, set ``disable_tqdm=True`` or ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
+    After the first step one line says how the losses are computed. It is logged at level INFO; if the log hides that level by
+    default, the main process prints it. To silence it, set ``disable_tqdm=True`` or
+    ``logging.getLogger("hf_cce").setLevel(logging.ERROR)``.
 
     ``cce/fused`` and ``cce/materialized`` are added to the Trainer's logs. Trainer calls the integrations of ``report_to`` before
     user callbacks. To send the keys to W&B or TensorBoard, patch the model with ``apply_cce`` and insert this callback first:
@@ -99,9 +89,8 @@ class CCECallback(TrainerCallback):
         if disabled():
             return
         patch = self._apply(kwargs["model"])
-        self._run = _Run(patch.stats, replace(patch.stats), replace(patch.stats))
+        self._run = _Run(patch.stats, replace(patch.stats))
         self._token_sums = patch.token_sums.sums
-        self._run.begin_step(patch)
         self._distills = distillation.install_on_trainer(args)
 
     def _apply(self, model: Any) -> Patch:
@@ -118,15 +107,11 @@ class CCECallback(TrainerCallback):
             if self._distills:
                 distillation.current.set(None if patch is None else weakref.ref(patch))
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.end_batch(patch_of(causal_lm(kwargs["model"])))
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         distillation.current.set(None)
         if (run := self._run) is None:
             return
-        run.end_batch(patch_of(causal_lm(kwargs["model"])))
+        run.follow(patch_of(causal_lm(kwargs["model"])))
         if run.warned:
             return
         if run.stats.without_fallback == run.step.without_fallback:
@@ -160,11 +145,7 @@ class CCECallback(TrainerCallback):
             state.log_history[-1].update(entry)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run, self._run = self._run, None
-        if run is not None and run.unfused_batches:
-            unfused, materialized = run.unfused_batches, run.stats.materialized - run.start.materialized
-            summary = f"{unfused} of the {run.batches} micro-batches of this training run did not use the fused loss"
-            _say(args, state, f"hf_cce: {summary}; full logits were materialized {materialized} times")
+        self._run = None
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""

@@ -265,7 +265,7 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     # "auto" bounds the error by measuring it across steps, which needs a FilterState.
     tau, keeps_state = None, state is not None
     if implementation == "triton" and (keeps_state or spec.gradient_filter != "auto") and may_filter(p, spec):
-        state = FilterState() if state is None else state.on(p.device)
+        state = state or FilterState()
         tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
     unfiltered = _build_strategy(decide(p, spec, implementation), p, spec, divisor)
     if tau is None or state is None:
@@ -297,7 +297,6 @@ def dispatch_statistics(
     statistics = dispatch_fused_statistics(x, spec, wanted, with_lse=with_lse or filters)
     if state is None or not filters or not statistics.triton:
         return statistics
-    state = state.on(p.device)
     tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
     return statistics if tau is None else FilteredStatistics(spec, SUM, state, tau, True, statistics)
 

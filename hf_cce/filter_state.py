@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -32,7 +31,6 @@ COVARIANCE_EVERY = 32  # steps that reuse one covariance (hf_cce.kernels.filter.
 PAUSE_SHARE = 0.6  # share of kept tiles above which unfiltered products are faster
 PAUSE_STEPS = 32  # unfiltered steps before the filter is tried again
 
-_lock = Lock()  # global, as a lock cannot be copied or pickled
 # States by handle, as torch.library operators take numbers, not objects. The references are weak: the model owns the state.
 _states: WeakValueDictionary[int, FilterState] = WeakValueDictionary()
 _handles = itertools.count(1)
@@ -76,9 +74,6 @@ class FilterState:
         self._pending: _PendingCount | None = None
         self._pinned: list[Tensor] = []  # tensors that replays of captured graphs read at their old address
         self._vocabulary: tuple[Any, Any] | None = None  # ((shape, device, dtype) of the weight, order)
-        self._device: torch.device | None = None
-        self._per_device: dict[torch.device, FilterState] = {}
-        self._last_used: FilterState | None = None  # the entry of _per_device requested last; None if it was self
         self.counters: Any = None  # counters of the patched model, incremented by compiled calls
         self.handle = next(_handles)
         _states[self.handle] = self
@@ -90,14 +85,6 @@ class FilterState:
     def of(handle: int) -> FilterState | None:
         """Return the state with this ``handle``; None for 0, or if the state no longer exists."""
         return _states.get(handle)
-
-    def on(self, device: torch.device) -> FilterState:
-        """Return the state for ``device``: DataParallel's threads share this object, but a threshold lives on one device."""
-        with _lock:
-            if self._device is None:
-                self._device = device
-            self._last_used = None if device == self._device else self._per_device.setdefault(device, FilterState())
-            return self._last_used or self
 
     def for_warm_up(self, probing: bool) -> FilterState:
         """Return a state for ``warm_up``: one that only probes the filter if ``probing``, else one that drops tiles."""
@@ -213,10 +200,8 @@ class FilterState:
             ``kept``: share of the tiles of the logits' gradient that were computed. ``dropped_mass``: share of the probability
             in the other tiles. ``tau``: threshold on the error of the logits' gradient. ``error``: estimated relative error of
             the hidden states' gradient. ``weight_error``: that of the weight's gradient, NaN if it is frozen. ``dense``: 1
-            while the filter is paused. Under DataParallel the values are those of one device.
+            while the filter is paused.
         """
-        if self._last_used is not None:
-            return self._last_used.stats()
         if self._last is None:
             return {}
         return {

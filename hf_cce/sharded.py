@@ -83,11 +83,7 @@ def as_replicated(hidden: Tensor, weight: Any) -> Any:
 
 def full_logits(logits: Any) -> Tensor:
     """Return all logits [..., V] as a plain tensor on every rank."""
-    if not is_dtensor(logits):
-        return logits
-    from torch.distributed.tensor import Replicate
-
-    return logits.redistribute(placements=[Replicate()]).to_local()
+    return logits.full_tensor() if is_dtensor(logits) else logits
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:

@@ -199,7 +199,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, TrainingCall(state.config, state.stats, reasons=[str(why_refuse(model))]), head)
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
-    if previous_entry is None and getattr(model, "_is_replica", False):
+    replica = getattr(model, "_is_replica", False)  # of DataParallel
+    if previous_entry is None and replica:
         _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
     outer_entry = None if compiling else _current_entry(head)
     # The outer model computes the loss
@@ -212,7 +213,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if not (compiling or trl.begin_call(call)) and counted:
             _note_bypass(state)
         deferring = False
-    elif compiling or getattr(model, "_is_replica", False):  # their outputs contain no logits
+    elif compiling or replica:  # their outputs contain no logits
         deferring = training and labels
     else:
         deferring = training or labels
@@ -220,7 +221,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
         outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
         if training:
-            call = TrainingCall(state.config, state.stats, state.filter_state, state, outer, head, labels)
+            filter_state = None if replica else state.filter_state  # a threshold lives on one device
+            call = TrainingCall(state.config, state.stats, filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
         reason = why_not_defer(head, _foreign_forward(head), compiling)

@@ -71,28 +71,6 @@ def target_errors(gradient_filter: Any, frozen: bool = False) -> tuple[float, fl
     return share * ROUNDING[0], share * ROUNDING[1]
 
 
-def test_each_device_has_its_own_threshold() -> None:
-    """DataParallel threads share the model's state: a device's measurement survives a step of another device."""
-    state, places = FilterState(), [torch.device("cpu"), torch.device("meta")]
-    hidden = [torch.zeros(1, dtype=torch.bfloat16, device=place) for place in places]
-    for error in (2 * ROUNDING[0], 4 * ROUNDING[0]):
-        for x in hidden:
-            assert state.on(x.device).threshold("auto", x) is not None
-        state.on(places[0]).report(make_report(error))
-    first, second = (state.on(x.device).threshold("auto", x) for x in hidden)
-    assert first is not None and float(first) < state_module.AUTO_TAU and first.device == places[0]
-    assert second is not None and second.device == places[1]
-    assert state.on(places[0]) is state is not state.on(places[1])
-    assert state.stats() == {} != state.on(places[0]).stats()  # statistics of the device used last
-    assert state.on(places[0]) is state and state.stats()["tau"] > 0
-
-
-def test_a_loss_uses_the_state_of_its_device(counts: Counter[str], spy: Any) -> None:
-    state, asked = FilterState(), spy(FilterState, "on")
-    step(state)
-    assert [call.args[1] for call in asked] == [torch.device("cpu")] and state.stats()["kept"] > 0
-
-
 @pytest.mark.parametrize(
     ("gradient_filter", "dtype"), [("auto", torch.float32), ("auto", torch.float16), (None, torch.float32)], ids=str
 )

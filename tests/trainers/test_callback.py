@@ -257,28 +257,6 @@ def test_calls_between_steps_do_not_count(tmp_path: Path) -> None:
         run(trainer)
 
 
-@pytest.mark.parametrize(
-    ("last", "expected"), [(2, None), (3, "hf_cce: 1 of the 6 micro-batches"), (5, "hf_cce: 3 of the 6 micro-batches")]
-)
-@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
-def test_missed_micro_batches_are_reported(
-    options: dict[str, Any], last: int, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A step in which only some micro-batches miss the fused loss gives no warning."""
-    trainer = build(tmp_path, CCECallback(), trainer=CustomLossTrainer, disable_tqdm=False, **options)
-    trainer.first, trainer.last = 3, last
-    messages = run(trainer)
-    # compiled: warns if a whole step misses; otherwise reading logits warns
-    assert len(messages) == (last > (3 if options else 2))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_cce: ")]
-    assert len(lines) == (1 if expected is None else 2)
-    assert lines[0] == MESSAGE.strip() + (", in a compiled graph" if options else "")
-    assert expected is None or (
-        lines[1].startswith(expected)
-        and lines[1].endswith(f"full logits were materialized {0 if options else last - 2} times")
-    )
-
-
 @pytest.mark.parametrize("compiled", ["arguments", "model", "layer"])
 def test_torch_compile_is_named_in_warning(compiled: str, tmp_path: Path) -> None:
     model, options = tiny_llama(), COMPILED if compiled == "arguments" else {}
