@@ -53,6 +53,10 @@ class _Entry(NamedTuple):
     keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
     thread: int | None = None  # that runs the call; None in a graph
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in a copy or pickle of the head, which is in no call; after Ctrl-C, this may hold an autograd graph."""
+        return type(None), ()
+
 
 # Patched models, for code that runs while Dynamo traces and gets only constants. Copies of a patched model are not among them.
 _models: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()

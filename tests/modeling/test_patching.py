@@ -192,6 +192,24 @@ def test_exception_leaves_module_state_unchanged(training: bool) -> None:
     assert module_state(apply_cce(model)) == untouched
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copy_after_ctrl_c(copied: Any) -> None:
+    plain, patched = twins()
+    usual = patched.loss_function
+
+    def stops(logits: Any, **_: Any) -> None:
+        logits.logsumexp(-1)
+        raise KeyboardInterrupt
+
+    patched.loss_function = stops
+    with pytest.raises(KeyboardInterrupt):
+        patched(**batch())
+    patched.loss_function = usual
+    assert_same_training(copied(patched), plain, batch())
+
+
 @pytest.mark.parametrize("first", ["around", "inside"])
 def test_patched_model_inside_patched_model(first: str) -> None:
     """BLIP-2 calls its language model, another causal LM with the same head, without labels; the loss is BLIP-2's."""
