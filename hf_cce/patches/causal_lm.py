@@ -194,8 +194,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     groups = kwargs.pop("loss_groups", None)  # not an argument of any model
     compiling, labels = torch.compiler.is_compiling(), kwargs.get("labels") is not None
-    if compiling and model.training:
-        _install_while_tracing(state.key)
+    if compiling:
+        _install_while_tracing(state.key, model.training)
     head = find_head(model)
     training = model.training and torch.is_grad_enabled()
     if head is None:
@@ -288,8 +288,8 @@ def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
     return forward
 
 
-def _install_while_tracing(key: str) -> None:
-    """Replace the head's forward before Dynamo traces anything else of the head.
+def _install_while_tracing(key: str, training: bool) -> None:
+    """End a call that Ctrl-C interrupted and, in training, replace the head's forward, before Dynamo traces more of the head.
 
     Otherwise the first trace would find the head's own forward (always before torch 2.12), and a second call, or a second trace
     after a graph break, would take other branches.
@@ -297,7 +297,12 @@ def _install_while_tracing(key: str) -> None:
     if (model := _models.get(key)) is None:
         return
     head, state = find_head(model), patch_of(model)
-    if head is not None and state is not None and why_not_defer(head, _foreign_forward(head), compiling=True) is None:
+    if head is None or state is None:
+        return
+    entry = head.__dict__.get(STATE)
+    if entry is not None and entry.call is not None and entry.call.owner is state:
+        del head.__dict__[STATE]
+    if training and why_not_defer(head, _foreign_forward(head), compiling=True) is None:
         head.forward = _forward_of(model, state, head)
 
 

@@ -204,6 +204,7 @@ def test_training_continues_after_ctrl_c(inner: bool) -> None:
     assert torch.equal(patched.lm_head(hidden_states), plain.lm_head(hidden_states))
     ids = batch()["input_ids"]
     assert torch.equal(patched.eval()(ids).logits, plain.eval()(ids).logits)
+    assert torch.equal(torch.compile(patched, backend="eager")(ids).logits, plain(ids).logits)
     assert set(vars(remove_cce(patched).lm_head)) == before
 
 
