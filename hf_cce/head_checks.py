@@ -65,6 +65,8 @@ def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str
             )
         if hooked and module is not head and issubclass(type(module), nn.Linear):
             return "a layer inside the head has a backward hook (register_full_backward_hook), which needs the layer's output"
+        if not compiling and module is not head and module._compiled_call_impl is not None:
+            return "a layer inside the head is compiled by itself; compile the head or the model instead"
         if compiling and sharded:
             return "FSDP2 may reshard the head's weight right after its forward, which a compiled graph cannot see"
         if sharded and module is not head:

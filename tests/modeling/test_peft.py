@@ -26,6 +26,7 @@ from models import (
     module_state,
     stats,
     tiny_llama,
+    twins,
     with_lora,
     with_open_gates,
 )
@@ -289,6 +290,13 @@ def test_adapter_that_needs_full_logits_warns_without_labels() -> None:
         for _ in range(2):
             model(input_ids=batch()["input_ids"]).logits.logsumexp(-1).mean().backward()
     assert len(messages) == 1 and "(frod)" in messages[0]
+
+
+def test_adapter_around_a_compiled_head_gets_full_logits() -> None:
+    plain, patched = (with_lora(model, target_modules=["lm_head"]) for model in twins())
+    patched.get_output_embeddings().base_layer.compile(backend="eager")
+    with pytest.warns(UserWarning, match="a layer inside the head is compiled by itself"):
+        assert_same_training(patched, plain, batch())
 
 
 @pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.slow), "ia3", "miss"])
