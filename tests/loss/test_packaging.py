@@ -112,26 +112,6 @@ def test_a_checkout_without_symlinks_builds_and_imports(wheels: dict[str, Path],
     assert sorted(zipfile.ZipFile(wheel).namelist()) == sorted(zipfile.ZipFile(wheels["tree"]).namelist())
 
 
-SMOKE = """
-import sys
-import torch, hf_cce
-from hf_cce import linear_cross_entropy
-assert hf_cce.__file__.startswith(sys.prefix), hf_cce.__file__
-torch.manual_seed(0)
-hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-labels = torch.arange(6)
-loss = linear_cross_entropy(hidden, weight, labels)
-loss.backward()
-ours = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
-hidden.grad = weight.grad = None
-loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
-loss.backward()
-theirs = loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()
-print(*(f"{x:.5f}" for x in ours))
-print(*(f"{x:.5f}" for x in theirs))
-"""
-
-
 @pytest.fixture(scope="module")
 def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the scripts folder of a fresh environment with the wheel that was built from the sdist.
@@ -164,11 +144,9 @@ def in_environment(scripts: Path, command: list[str], folder: Path) -> str:
 
 
 def test_the_installed_loss_matches_full_logits(environment: Path, tmp_path: Path) -> None:
-    ours, theirs = in_environment(environment, [str(environment / "python"), "-c", SMOKE], tmp_path).splitlines()
-    assert ours == theirs and float(ours.split()[2]) > 0
-
-
-def test_installed_command_prints_its_version_and_passes_doctor(environment: Path, tmp_path: Path) -> None:
+    """The self-test of ``doctor`` compares losses and gradients with float64."""
+    place = "import sys, hf_cce; assert hf_cce.__file__.startswith(sys.prefix), hf_cce.__file__"
+    in_environment(environment, [str(environment / "python"), "-c", place], tmp_path)
     command = str(environment / "hf-cce")
     assert in_environment(environment, [command, "--version"], tmp_path).split() == ["hf-cce", hf_cce.__version__]
     found = json.loads(in_environment(environment, [command, "doctor", "--json", "-"], tmp_path))
