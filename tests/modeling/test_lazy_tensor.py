@@ -747,25 +747,17 @@ def test_collective_that_writes_into_logits(how: str) -> None:
 
 
 # Hooks on the gradient of the logits, and who retains it
-def by_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
-    return model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: see(outputs[0]))
+GRADIENT_HOOKS: dict[str, Callable[[Any, Callable[[Tensor], Any]], Any]] = {
+    "module": lambda model, see: model.lm_head.register_full_backward_hook(lambda m, i, o: see(o[0])),
+    "module, before": lambda model, see: model.lm_head.register_full_backward_pre_hook(lambda m, o: see(o[0])),
+    "tensor": lambda model, see: model.lm_head.register_forward_hook(lambda m, i, x: (x.register_hook(see), None)[1]),
+    "every module": lambda model, see: register_module_full_backward_hook(
+        lambda m, i, o: see(o[0]) if m is model.lm_head else None
+    ),
+}
 
 
-def by_module_before(model: Any, see: Callable[[Tensor], Any]) -> Any:
-    return model.lm_head.register_full_backward_pre_hook(lambda module, outputs: see(outputs[0]))
-
-
-def by_tensor(model: Any, see: Callable[[Tensor], Any]) -> Any:
-    return model.lm_head.register_forward_hook(lambda module, inputs, output: (output.register_hook(see), None)[1])
-
-
-def by_every_module(model: Any, see: Callable[[Tensor], Any]) -> Any:
-    return register_module_full_backward_hook(
-        lambda module, inputs, outputs: see(outputs[0]) if module is model.lm_head else None
-    )
-
-
-@pytest.mark.parametrize("register", [by_module, by_module_before, by_tensor, by_every_module])
+@pytest.mark.parametrize("register", GRADIENT_HOOKS.values(), ids=GRADIENT_HOOKS)
 def test_head_hook_sees_logits_gradient(register: Callable[..., Any]) -> None:
     """A hook sees the gradient at every step. It is computed only if it is read, and a warning names the first reader."""
     plain, ours = twins()
