@@ -40,6 +40,8 @@ from torch.nn.parallel import replicate
 from hf_cce import apply_cce, remove_cce
 from hf_cce.patches.causal_lm import patch_of
 
+NO_CACHE = {**batch(), "use_cache": False}  # for compiled calls
+
 
 def in_autocast(model: Any, inputs: Any) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -114,30 +116,29 @@ def test_float32_head_on_bfloat16_body(name: str) -> None:
 @pytest.mark.parametrize(("family", "dynamic"), [("gemma2", True), ("mixtral", None), ("gpt2", None)])
 def test_torch_compile_in_one_graph(family: str, dynamic: bool | None) -> None:
     plain, patched = twins(family)
-    inputs = {**batch(), "use_cache": False}
     for model in (plain, patched):
         model.loss_type = model.loss_type or "ForCausalLM"  # GPT-2 has none; Transformers' warning would stop Dynamo
-        model(**inputs)  # the first call of Transformers' MoE models installs hooks behind a lock
+        model(**NO_CACHE)  # the first call of Transformers' MoE models installs hooks behind a lock
     counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, dynamic=dynamic, backend=counter)
     try:
-        compiled(**inputs)
+        compiled(**NO_CACHE)
     except torch._dynamo.exc.TorchDynamoException as error:
         assert family == "mixtral"
         with pytest.raises(type(error)):
-            torch.compile(plain, fullgraph=True, backend="eager")(**inputs)
+            torch.compile(plain, fullgraph=True, backend="eager")(**NO_CACHE)
         pytest.skip(f"transformers {transformers.__version__} does not compile {family} without us either")
     graphs = counter.frame_count
     for _ in range(2):
-        output = compiled(**inputs)
+        output = compiled(**NO_CACHE)
     assert counter.frame_count == graphs == 1, "something that changes with every call recompiles"
     assert output.logits is None and stats(patched).traced
-    assert type(output) is type(plain(**inputs))
+    assert type(output) is type(plain(**NO_CACHE))
     assert_same_training(
-        patched, plain, inputs, loss_of=lambda model, inputs: (compiled if model is patched else model)(**inputs).loss
+        patched, plain, NO_CACHE, loss_of=lambda model, inputs: (compiled if model is patched else model)(**inputs).loss
     )
     patched.eval(), plain.eval()
-    assert torch.equal(compiled(**inputs).logits, plain(**inputs).logits)
+    assert torch.equal(compiled(**NO_CACHE).logits, plain(**NO_CACHE).logits)
     remove_cce(compiled)
     torch.compile(plain)  # leaves its own marker on the model
     assert module_state(patched) == module_state(plain)
@@ -147,10 +148,9 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
     """The forward that the hook leaves behind when it is removed is traced again."""
     hooks = pytest.importorskip("accelerate.hooks")
     plain, patched = twins("llama")
-    inputs = {**batch(), "use_cache": False}
     hooks.add_hook_to_module(patched.lm_head, hooks.ModelHook())
-    compiled = torch.compile(lambda: patched(**inputs).loss, fullgraph=True, backend="eager")
-    expected, exact = (model(**inputs).loss for model in (plain, float64_copy(plain)))
+    compiled = torch.compile(lambda: patched(**NO_CACHE).loss, fullgraph=True, backend="eager")
+    expected, exact = (model(**NO_CACHE).loss for model in (plain, float64_copy(plain)))
     for hooked in (True, False):
         if not hooked:
             hooks.remove_hook_from_module(patched.lm_head)
@@ -163,13 +163,12 @@ def test_torch_compile_of_step_function_with_hook_of_accelerate() -> None:
 def test_traced_again(what: str) -> None:
     """At a graph break or a dynamic shape Dynamo traces again, and raises if the second trace takes another branch."""
     plain, patched = twins()
-    inputs = {**batch(), "use_cache": False}
 
     def step(model: Any) -> torch.Tensor:
         if what == "no labels first":
             with torch.no_grad():
-                model(**{**inputs, "labels": None})
-        loss = model(**inputs).loss
+                model(**{**NO_CACHE, "labels": None})
+        loss = model(**NO_CACHE).loss
         if what == "backward":
             loss.backward()
         elif what != "dynamic":
@@ -193,10 +192,10 @@ def test_traced_again(what: str) -> None:
 def test_eager_calls_between_compiled_ones(family: str) -> None:
     """They leave the head's forward as the graph of a step function expects it, so nothing is compiled again."""
     plain, patched = twins(family)
-    inputs, counter = {**batch(), "use_cache": False}, CompileCounter()
+    counter = CompileCounter()
 
     def step(model: Any) -> torch.Tensor:
-        return 2.0 * model(**inputs).loss
+        return 2.0 * model(**NO_CACHE).loss
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for _ in range(3):
@@ -220,7 +219,7 @@ def test_compiled_call_leaves_a_head_that_cannot_defer_as_it_was() -> None:
     patched = apply_cce(tiny_llama())
     patched.lm_head._hf_tp_plan = "colwise"
     with pytest.warns(UserWarning, match="a head under tensor parallelism"):
-        torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
+        torch.compile(model_loss, backend="eager")(patched, NO_CACHE)
     assert "forward" not in patched.lm_head.__dict__
 
 
@@ -243,16 +242,16 @@ def test_compiled_call_that_needs_full_logits_warns_once(reason: str) -> None:
         else:  # in a graph, this adapter's own product cannot be deferred
             torch.manual_seed(0)
             get_peft_model(model, OFTConfig(target_modules=["lm_head"], oft_block_size=4))
-    counter, inputs = CompileCounter(), {**batch(), "use_cache": False}
+    counter = CompileCounter()
     compiled = torch.compile(patched, fullgraph=True, backend=counter)
     with cce_warnings() as messages:
         for _ in range(2):
             assert_same_training(
-                patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model)(**x).loss
+                patched, plain, NO_CACHE, loss_of=lambda model, x: (compiled if model is patched else model)(**x).loss
             )
     (message,) = messages
     assert reason in message and "fell back to full logits" in message and counter.frame_count == 1
-    assert (compiled(**inputs).logits is None) == (reason == "needs the full logits")
+    assert (compiled(**NO_CACHE).logits is None) == (reason == "needs the full logits")
     assert stats(patched).calls == stats(patched).fused == 0 and not stats(patched).traced
 
 
@@ -286,7 +285,7 @@ def test_compiled_model_inside_patched_model(compiled: str) -> None:
 def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
     """The head inside the adapter still has the forward that the graph gave to it."""
     plain, patched = twins()
-    torch.compile(model_loss, backend="eager")(patched, {**batch(), "use_cache": False})
+    torch.compile(model_loss, backend="eager")(patched, NO_CACHE)
     plain, patched = (with_lora(model, **trained) for model in (plain, patched))
     assert_same_training(patched, plain, batch())
     assert_fused(patched)
@@ -296,7 +295,7 @@ def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
 def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
-    model, inputs = tiny_llama(), {**batch(), "use_cache": False}
+    model = tiny_llama()
     compiled = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
     if way == "wrapper":
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -304,11 +303,11 @@ def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
         model.compile(fullgraph=True, backend="eager")
         compiled = model
     target = compiled if isinstance(compiled, nn.Module) else model
-    assert compiled(**inputs).logits is not None
+    assert compiled(**NO_CACHE).logits is not None
     apply_cce(target)
-    assert compiled(**inputs).logits is None
+    assert compiled(**NO_CACHE).logits is None
     remove_cce(target)
-    assert compiled(**inputs).logits is not None
+    assert compiled(**NO_CACHE).logits is not None
 
 
 def test_patching_resets_dynamo_only_after_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,8 +325,7 @@ def test_patching_resets_dynamo_only_after_a_compilation(monkeypatch: pytest.Mon
 
 
 def test_instance_of_a_patched_class_gets_a_graph_of_its_own() -> None:
-    inputs = {**batch(), "use_cache": False}
-    compiled = torch.compile(lambda model: model(**inputs).logits, fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda model: model(**NO_CACHE).logits, fullgraph=True, backend="eager")
     plain = tiny_llama()
     assert compiled(plain) is not None
     apply_cce(type(plain))
@@ -372,7 +370,7 @@ def test_data_parallel_replica_returns_tensors() -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_data_parallel_replica_of_a_compiled_model_uses_its_own_head(lora: bool) -> None:
     model = apply_cce(tiny_llama())
-    torch.compile(model_loss, backend="eager")(model, {**batch(), "use_cache": False})
+    torch.compile(model_loss, backend="eager")(model, NO_CACHE)
     if lora:
         with_lora(model, target_modules=["lm_head"], init_lora_weights=True)
     replica = replica_of(model.eval())
@@ -408,12 +406,11 @@ def test_accelerate_device_hooks_after_a_compiled_call() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     plain, patched = twins()
     compiled = torch.compile(model_loss, backend="eager")
-    inputs = {**batch(), "use_cache": False}
-    compiled(patched, inputs)
+    compiled(patched, NO_CACHE)
     hooks.add_hook_to_module(patched.lm_head, hooks.AlignDevicesHook("cpu", io_same_device=True))
-    assert_same_training(patched, plain, inputs)
+    assert_same_training(patched, plain, NO_CACHE)
     assert_same_training(
-        patched, plain, inputs, loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x)
+        patched, plain, NO_CACHE, loss_of=lambda model, x: (compiled if model is patched else model_loss)(model, x)
     )
     assert_fused(patched)
 
@@ -437,7 +434,7 @@ for _ in range(500):  # a new process numbers hooks from zero again
 model(**inputs)
 assert model._hf_cce.stats.fused == 2, model._hf_cce.stats
 """
-    data = pickle.dumps((apply_cce(tiny_llama()), {**batch(), "use_cache": False}))
+    data = pickle.dumps((apply_cce(tiny_llama()), NO_CACHE))
     subprocess.run([sys.executable, "-c", code], input=data, check=True, cwd=Path(__file__).parents[2])
 
 

@@ -239,10 +239,6 @@ def clamped(output: Any) -> Any:
     return output.clamp(-1, 1) if isinstance(output, torch.Tensor) else output
 
 
-def hook(module: Any, args: Any, output: Any) -> Any:
-    return clamped(output)
-
-
 def test_global_module_hook() -> None:
     plain, patched = twins()
 
@@ -262,7 +258,7 @@ def test_global_module_hook() -> None:
 HALVED = {
     "full_backward_hook": lambda module, before, after: tuple(None if x is None else x / 2 for x in before),
     "full_backward_pre_hook": lambda module, after: tuple(x / 2 for x in after),
-    "forward_hook": hook,
+    "forward_hook": lambda module, args, output: clamped(output),
 }
 
 
