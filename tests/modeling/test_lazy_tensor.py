@@ -101,37 +101,14 @@ def read_in_inference_mode(outputs: Any) -> Tensor:
     return outputs.loss + outputs.logits.square().mean()
 
 
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return -grad
+def autograd_function(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tensor], Tensor]) -> Any:
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), methods).apply
 
 
-class Identity(torch.autograd.Function):
-    """Identity function, like those of DDP, FSDP and DeepSpeed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
-class HalveInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad / 2
+reverse = autograd_function(lambda ctx, x: x.view_as(x), lambda ctx, grad: -grad)
+identity = autograd_function(lambda ctx, x: x.clone(), lambda ctx, grad: grad)  # like those of DDP, FSDP and DeepSpeed
+halve_in_place = autograd_function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(0.5))[1], lambda ctx, grad: grad / 2)
 
 
 def mean(logits: Tensor) -> Tensor:
@@ -149,13 +126,13 @@ def mean_in(function: Callable[[Tensor], Tensor]) -> Loss:
 def function_of_written_logits(outputs: Any) -> Tensor:
     """Autograd calls a function with the lazy tensor itself, not with the values that were written."""
     outputs.logits.div_(2.0).mul_(torch.linspace(0, 1, 99))
-    return outputs.loss + mean(Reverse.apply(outputs.logits))
+    return outputs.loss + mean(reverse(outputs.logits))
 
 
 def gradient_by_logits_written_without_gradient(outputs: Any) -> Tensor:
     with torch.no_grad():
         outputs.logits.mul_(0.5)
-    loss = mean(Reverse.apply(outputs.logits)) + mean(outputs.logits.sigmoid())
+    loss = mean(reverse(outputs.logits)) + mean(outputs.logits.sigmoid())
     (grad,) = torch.autograd.grad(loss, outputs.logits, retain_graph=True)
     return outputs.loss + loss + (grad * outputs.logits).sum()
 
@@ -208,7 +185,7 @@ def hooked_and_scaled_in_place(outputs: Any) -> Tensor:
     part.retain_grad()  # those after it
     part.div_(0.7)
     part.register_hook(lambda grad: 3 * grad)
-    (part.softmax(-1).square().sum() + Reverse.apply(part).sum()).backward(retain_graph=True)
+    (part.softmax(-1).square().sum() + reverse(part).sum()).backward(retain_graph=True)
     return outputs.loss + part.logsumexp(-1).sum() + (part.grad.detach() * part).sum()
 
 
@@ -319,7 +296,7 @@ def in_a_reentrant_checkpoint(model: Any) -> Any:
 
 # How the model is prepared, the loss of its outputs, and whether full logits or their gradient are materialized
 LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
-    "hook on the head by a function": (on_head(lambda m, i, x: Identity.apply(x)), output_loss, False),
+    "hook on the head by a function": (on_head(lambda m, i, x: identity(x)), output_loss, False),
     "hook on the head that asks for the type": (
         on_head(lambda m, i, x: x / 2 if isinstance(x, Tensor) else None), output_loss, False,
     ),
@@ -329,7 +306,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "forward in a reentrant checkpoint": (
         in_place_of_forward(lambda forward, x: checkpoint(forward, x, use_reentrant=True)), output_loss, True,
     ),
-    "hook on the head by a function that reverses": (on_head(lambda m, i, x: Reverse.apply(x)), output_loss, True),
+    "hook on the head by a function that reverses": (on_head(lambda m, i, x: reverse(x)), output_loss, True),
     "backward hook on the head": (on_head(lambda m, i, o: None, "register_full_backward_hook"), output_loss, False),
     "backward hook that halves": (
         on_head(lambda m, i, o: tuple(None if x is None else x / 2 for x in i), "register_full_backward_hook"),
@@ -355,11 +332,11 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "mean": (unchanged, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
     "mean of a softcap": (softcapped, lambda o: o.loss + o.logits.mean() + o.logits.mean(-1).square().sum(), False),
     "gradient by the logits": (unchanged, gradient_by_logits, True),
-    "a function": (unchanged, mean_in(Reverse.apply), True),
+    "a function": (unchanged, mean_in(reverse), True),
     "a function after a write": (unchanged, function_of_written_logits, True),
     "gradient by logits written without gradient": (unchanged, gradient_by_logits_written_without_gradient, True),
-    "a function in place": (unchanged, mean_in(lambda x: HalveInPlace.apply(x.clone())), True),
-    "a function after a softcap": (softcapped, mean_in(Reverse.apply), True),
+    "a function in place": (unchanged, mean_in(lambda x: halve_in_place(x.clone())), True),
+    "a function after a softcap": (softcapped, mean_in(reverse), True),
     "reentrant checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x, use_reentrant=True)), True),
     "checkpoint": (unchanged, mean_in(lambda x: checkpoint(mean, x[:, 2:].float() * 2, use_reentrant=False)), True),
     "offloaded": (unchanged, offloaded, True),
