@@ -193,18 +193,12 @@ def test_nan_in_ignored_tokens_affects_no_gradient() -> None:
     assert all(value.isfinite().all() for value in found.values()) and not found["hidden"][labels == -100].any()
 
 
-def test_masked_tokens_match_selected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selecting the tokens that have a label would synchronize with a GPU."""
-    inputs, labels = make_inputs(70, 40, 131, torch.float32, bias=True)
-    monkeypatch.setattr(reference, "_would_sync", lambda x: True)
-    options = Options(0.7, 5.0, True, 0.1, 1e-2, "none")
-    check_against_plain(fused_loss(SMALL_BUDGET), inputs, labels, options, torch.float32, "masked")
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("full", [False, True], ids=["kept logits", "full logits"])
-def test_losses_of_tokens(full: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: full)
+@pytest.mark.parametrize("how", ["kept logits", "kept logits, masked", "full logits"])
+def test_losses_of_tokens(how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "prefers_full_logits", lambda p, spec: how == "full logits")
+    if "masked" in how:  # on a GPU, selecting the tokens that have a label would synchronize
+        monkeypatch.setattr(reference, "_would_sync", lambda x: True)
     monkeypatch.setattr(fallback, "_chunk_bytes", lambda z, spec, least: 1 << 18)  # several chunks
     for options in (PLAIN, Options(label_smoothing=0.1), Options(z_loss=1e-2), EVERYTHING):
         for ignored in ("none", "some", "all"):
