@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import pickle
 import shutil
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -99,45 +97,18 @@ def train_in_this_process(how: str, saved: str, tuner: str) -> int:
     return stats(patched).fused
 
 
-def train_in_forks(cases: list[tuple[str, str]], folder: str) -> None:
-    """Run each case in a fork of this process, which has not imported PEFT; write a file with the result of each."""
-    for how, tuner in cases:
-        if FORKS and os.fork():
-            os.wait()
-            continue
-        try:
-            found = f"fused {train_in_this_process(how, f'{folder}/model', tuner)}"
-        except BaseException:
-            found = traceback.format_exc()
-        Path(folder, f"{how} {tuner}").write_text(found, "utf-8")
-        os._exit(0)
-
-
-def train_in_a_new_process(cases: list[tuple[str, str]], first: Path | None, results: Path) -> Path:
-    """Run ``train_in_forks`` in a new process; ``first`` is a folder for the front of ``sys.path``. Return ``results``."""
-    (results / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
-    folders = (*([] if first is None else [first]), ".", "tests/support", "tests/modeling")
-    for some in [cases] if FORKS else [[case] for case in cases]:
-        python(f"import test_peft_late as test; test.train_in_forks({some}, {str(results)!r})", folders=folders)
-    return results
-
-
-FORKS = sys.platform == "linux"  # elsewhere each case takes a process that imports everything
 BYPASSING = [(how, "lora") for how in ("instance", "class", "unpickled", "after PEFT")]
 CUSTOM = [(how, tuner) for tuner in ("adalora", "adaption") for how in ("instance", "unpickled")]
 
 
-@pytest.fixture(scope="module")
-def results(old_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the result of each case: of LoRA with an old PEFT, of the others with the installed one."""
-    folder = tmp_path_factory.mktemp("results")
-    train_in_a_new_process(BYPASSING, old_peft, folder)
-    return train_in_a_new_process(CUSTOM, None, folder)
-
-
 @pytest.mark.parametrize(("how", "tuner"), [*BYPASSING, *CUSTOM])
-def test_late_imported_tuner(how: str, tuner: str, results: Path) -> None:
-    assert (results / f"{how} {tuner}").read_text("utf-8") == "fused 1"
+def test_late_imported_tuner(how: str, tuner: str, old_peft: Path, tmp_path: Path) -> None:
+    """LoRA with an old PEFT, the others with the installed one; each in a new process, which has not imported PEFT."""
+    (tmp_path / "model").write_bytes(pickle.dumps(apply_cce(tiny_llama())))
+    folders = (*([old_peft] if tuner == "lora" else []), ".", "tests/support", "tests/modeling")
+    given = (how, str(tmp_path / "model"), tuner)
+    printed = python(f"import test_peft_late as test; print(test.train_in_this_process{given})", folders=folders)
+    assert printed.splitlines()[-1] == "1"
 
 
 def test_works_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
