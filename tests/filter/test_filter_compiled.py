@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_strategies import (
-    STRATEGIES,
-    applies,
-    config_for,
-    force_strategy,
-    forward_counter,
-    trained_like_inputs,
-)
+from forced_strategies import STRATEGIES, applies, config_for, force_strategy, forward_counter, trained_like_inputs
 from losses import PLAIN, make_inputs
 from models import batch, tiny_llama
 from numerics import assert_accurate, assert_all_accurate, relative_error

@@ -102,6 +102,7 @@ def test_second_run_is_checked_again(tmp_path: Path) -> None:
 
 
 MESSAGE = "hf_cce: the losses of this training run are computed without logits\n"
+NOT_THE_MAIN_PROCESS = on("on_train_begin", lambda state, **_: vars(state).update(is_world_process_zero=False))
 
 
 @pytest.mark.parametrize(
@@ -109,12 +110,7 @@ MESSAGE = "hf_cce: the losses of this training run are computed without logits\n
     [
         (logging.NOTSET, {}, [], 1),  # Python's default logging level
         (logging.NOTSET, {"disable_tqdm": True}, [], 0),
-        (
-            logging.NOTSET,
-            {},
-            [on("on_train_begin", lambda state, **_: vars(state).update(is_world_process_zero=False))],
-            0,
-        ),
+        (logging.NOTSET, {}, [NOT_THE_MAIN_PROCESS], 0),
         (logging.INFO, {}, [], 0),  # the log has the message instead
         (logging.ERROR, {}, [], 0),
     ],
