@@ -129,7 +129,6 @@ def filtered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Provide a process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

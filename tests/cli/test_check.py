@@ -51,8 +51,6 @@ def test_check_leaves_model_unchanged() -> None:
 
 
 def test_gradient_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is off by 1e-5 while the model is patched."""
-
     def off(model: Any, *options: Any) -> Any:
         with torch.no_grad():
             model.lm_head.weight.mul_(1 + 1e-5)

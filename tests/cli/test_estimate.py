@@ -128,7 +128,6 @@ def test_estimate_matches_live_tensors(vocabulary: int, checkpointing: bool) -> 
 
 
 def test_lora_estimate_matches_live_tensors() -> None:
-    """Weights, gradients, activations and peak of a LoRA step with PEFT's own adapters."""
     peft = pytest.importorskip("peft")
     config = config_of(SIX_LAYERS)
     model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules="all-linear")).train()

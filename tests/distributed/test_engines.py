@@ -269,7 +269,6 @@ def test_models_that_share_a_head_are_compiled_once() -> None:
 
 @pytest.mark.parametrize("compiled", ["outer", "inner"])
 def test_compiled_model_inside_patched_model(compiled: str) -> None:
-    """BLIP-2 and its language model."""
     name = "Blip2ForConditionalGeneration"
     plain = tiny.build(name)
     patched = copy.deepcopy(plain)

@@ -259,7 +259,6 @@ def test_log_probs_compares_implementations(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_log_probs_step_matches_full_logits() -> None:
-    """Compare log p, entropy and every policy gradient in float64, for completions of different lengths."""
     recipe = load("log_probs")
     args = recipe.parse(["--tokens", "12", "--vocabulary", "300", "--hidden", "64", "--dtype", "float64"])
     step = recipe.Step(args, torch.device("cpu"))

@@ -391,7 +391,6 @@ def test_sampling_with_zero_nan_or_few_weights() -> None:
 @in_the_interpreter
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small budget only means more iterations."""
     hidden, weight, labels = trained_like_inputs(60, 32, 230, torch.float16, DEVICE)
     real, found = filter_run.plan_workspace, []
     for at_once in (60, 7):

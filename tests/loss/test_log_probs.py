@@ -172,7 +172,6 @@ def test_forwards_and_backwards_in_any_order() -> None:
 
 
 def test_one_compiled_graph_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for any number of tokens, although the filter's decision depends on that number."""
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 40)
     counter, state, config = CompileCounter(), FilterState(), CCEConfig(gradient_filter=0.1)
 

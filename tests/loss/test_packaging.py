@@ -44,7 +44,6 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the wheel built from the tree and the one built from the sdist."""
     folder = tmp_path_factory.mktemp("wheels")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")

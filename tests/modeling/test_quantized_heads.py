@@ -95,7 +95,6 @@ def build(
     ids=str,
 )
 def test_loss_and_gradients(name: str, family: str, dtype: torch.dtype) -> None:
-    """With a bias, a softcap or a scale, or without."""
     (plain, reference), (patched, _) = (build(FORMATS[name], family, dtype) for _ in range(2))
     apply_cce(patched)
     with cce_warnings() as messages:

@@ -106,7 +106,6 @@ def test_interrupted_training_does_not_keep_the_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 5.0)])
 def test_divergence_entropy_and_gradients(beta: float, scale: float, softcap: float | None) -> None:
-    """Compare TRL's function and ours with TRL's in float64."""
     g = torch.Generator().manual_seed(0)
     sizes = ((17, 24), (91, 24), (91,), (17, 40), (91, 40), (91,))
     tensors = [torch.randn(size, generator=g) * 0.5 for size in sizes]

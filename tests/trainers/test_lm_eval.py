@@ -65,7 +65,6 @@ def test_answers_match_hf(kind: str, models: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_lm_eval_command(tmp_path: Path) -> None:
-    """A custom task, with model and data in a folder."""
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [

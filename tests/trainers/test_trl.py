@@ -196,7 +196,6 @@ def test_only_fine_tuning_uses_the_filter(
 @pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.7, 5.0, 0.6)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_log_probabilities_and_gradients(scale: float, softcap: float | None, temperature: float, bias: bool) -> None:
-    """Compare TRL's function and ours with TRL's in float64."""
     g = torch.Generator().manual_seed(0)
     hidden, weight, offset = (torch.randn(*shape, generator=g) for shape in ((17, 24), (91, 24), (91,)))
     targets = torch.randint(91, (17,), generator=g)
