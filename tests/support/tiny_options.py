@@ -59,7 +59,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     # its cache works in multiples of 64
     "xLSTMForCausalLM": {"chunk_size": 8, "hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
-    "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1, "num_hidden_layers": 3},
     "Inkling2ForCausalLM": {"unpadded_vocab_size": 99},
     "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 99},
     # with images
@@ -120,9 +119,5 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Qwen4ExpForConditionalGeneration": {"text_config": _INDEXER},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 16}},
     "UdopForConditionalGeneration": {"decoder_start_token_id": 1},
-    "VibeVoiceAsrForConditionalGeneration": {
-        "acoustic_tokenizer_encoder_config": {"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
-        "semantic_tokenizer_encoder_config": {"downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
-    },
     "VisionEncoderDecoderModel": {"pad_token_id": 0, "decoder_start_token_id": 1},
 }
