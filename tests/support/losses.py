@@ -155,14 +155,22 @@ def loss_and_gradients(
 
 
 def check_against_plain(
-    loss: Callable[..., Tensor], inputs: Inputs, labels: Tensor, options: Options, dtype: torch.dtype, what: str
+    loss: Callable[..., Tensor],
+    inputs: Inputs,
+    labels: Tensor,
+    options: Options,
+    dtype: torch.dtype,
+    what: str,
+    then: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> None:
-    """Check that loss and gradients in ``dtype`` are as accurate as those of full logits in ``dtype``, relative to float64."""
-    exact = loss_and_gradients(plain_loss, inputs, labels, options, torch.float64)
-    baselines = [loss_and_gradients(plain_loss, inputs, labels, options, dtype)]
+    """Check that ``then(loss)`` and its gradients in ``dtype`` are as accurate as with full logits in ``dtype``."""
+
+    def run(loss: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        return loss_and_gradients(lambda *arguments: then(loss(*arguments)), inputs, labels, options, dtype)
+
+    exact, actual, baselines = run(plain_loss, torch.float64), run(loss, dtype), [run(plain_loss, dtype)]
     if dtype is torch.float64:
-        baselines.append(loss_and_gradients(plain_loss_reversed, inputs, labels, options, dtype))
-    actual = loss_and_gradients(loss, inputs, labels, options, dtype)
+        baselines.append(run(plain_loss_reversed, dtype))
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
         assert value.dtype == baselines[0][name].dtype
