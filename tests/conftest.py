@@ -1,7 +1,5 @@
 """Skip reasons for markers, and environment variables that must be set before torch is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """``hf-cce bench``: its measurements, and that a failing loss does not stop the others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hf-cce check``: its verdicts on good and on broken models."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Behavior shared by all sub-commands: --json, one-sentence errors and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo: both runs agree, its figures are measured, and it fails with clear errors."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """``hf-cce doctor``: passes a good installation, finds problems and names a command that fixes them, with or without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

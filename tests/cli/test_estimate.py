@@ -1,7 +1,5 @@
 """``hf-cce estimate`` against peaks measured on an H200, against live tensors counted on a CPU, and its output."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

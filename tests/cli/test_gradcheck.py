@@ -1,7 +1,5 @@
 """``hf-cce gradcheck``: finds wrong gradients, passes correct ones, and reports what it could not check."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

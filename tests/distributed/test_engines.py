@@ -1,7 +1,5 @@
 """Patched models under autocast, torch.compile, DataParallel and accelerate."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Two gloo ranks: gradients equal those of one process, and a fallback to full logits is reported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

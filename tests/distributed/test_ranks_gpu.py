@@ -1,7 +1,5 @@
 """test_ranks.py on two GPUs with NCCL and a larger model; a few engines also run on the CPU, to exercise this code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks under DeepSpeed ZeRO: three steps match one process, without logits and without extra gathers."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every benchmark script runs on a CPU at tiny sizes and writes a file from which its table can be built."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

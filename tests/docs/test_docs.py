@@ -1,7 +1,5 @@
 """README and docs/: their Python runs, links resolve, and tables and lists are complete and current."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom offline, and its stored outputs match such a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

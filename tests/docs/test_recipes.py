@@ -1,7 +1,5 @@
 """Every command of recipes/README.md trains or parses, offline on a CPU; losses are the same with and without hf_cce."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """trust.md names existing tests, SECURITY.md matches the code, and wrong-calls.md lists the actual messages."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The covariance of dropped tiles: its value, and that it restores what spreading the mass uniformly misses."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

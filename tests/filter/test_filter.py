@@ -1,7 +1,5 @@
 """The gradient filter: exact if it keeps everything, and bounds on what it changes if it drops tiles."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss under torch.compile: same strategies, filter and counters as eager code, in a single graph."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections import Counter

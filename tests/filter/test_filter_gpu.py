@@ -1,7 +1,5 @@
 """The filter on a GPU: no synchronization, repeatable bits, CUDA graphs, memory budgets, gradients as good as full logits'."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """State that the gradient filter keeps between steps, and where it is stored: FilterState, a patched model."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -3,8 +3,6 @@
 Wrong arguments are listed in docs/reference/wrong-calls.md; tests/docs/test_trust.py calls each row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Kernels run on a GPU if there is one, else in Triton's interpreter with tiles small enough that inputs span several.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

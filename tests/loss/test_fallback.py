@@ -1,7 +1,5 @@
 """Each loop of the PyTorch fallback, with matmuls as on a CPU and with the float32-output matmuls of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Structure: direction of imports, cost of importing, public names, and style rules."""
 
-from __future__ import annotations
-
 import ast
 import re
 from graphlib import TopologicalSorter

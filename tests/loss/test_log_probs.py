@@ -1,7 +1,5 @@
 """``linear_log_probs`` with a ``FilterState``: filtered gradients; statistics and errors are as without the filter."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

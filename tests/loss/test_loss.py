@@ -1,7 +1,5 @@
 """linear_cross_entropy and linear_log_probs on the CPU: values, gradients, edges, errors, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

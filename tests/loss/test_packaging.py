@@ -1,7 +1,5 @@
 """The wheel and the sdist contain the patches folder once, inside hf_cce, and it imports from there."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A sample of the random cases of tests/support/property.py, which describes how to run thousands of them on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from property import check, make_case

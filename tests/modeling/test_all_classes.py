@@ -4,8 +4,6 @@
 reasons for exceptions are tested here, so an outdated entry fails.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """LazyLogits against the tensor they replace: equal values, gradients, shapes and errors for every operation."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

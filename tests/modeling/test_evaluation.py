@@ -1,7 +1,5 @@
 """CCECallback during Trainer evaluation: no logits if only the loss is needed, full logits if someone reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations on ``outputs.logits``, its gradient and the head's output that a lazy tensor could get wrong."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import warnings

@@ -4,8 +4,6 @@ The stand-ins are functions with the names and modules of the released ones, ins
 instance (``MethodType``), the class, in ``LOSS_MAPPING`` or on ``torch.nn.functional``. An installed liger_kernel runs itself.
 """
 
-from __future__ import annotations
-
 import functools
 from types import MethodType
 from typing import Any

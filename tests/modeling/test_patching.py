@@ -1,7 +1,5 @@
 """The patch: what it survives, what it leaves behind, which models it refuses, and when it does not replace a head's forward."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

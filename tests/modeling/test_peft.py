@@ -1,7 +1,5 @@
 """A model with a PEFT adapter trains as it does unpatched, without logits, whatever PEFT has turned its head into."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Two tuners do so in every version; LoRA only in PEFT 0.18 to 0.20. If one of tho
 processes import it. With a newer one they import a copy with one line of ``BaseTuner.forward`` restored.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import pickle

@@ -1,7 +1,5 @@
 """LM heads quantized by bitsandbytes or torchao: fused if the head multiplies with its dequantized weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A whole training run: the losses of many steps are as close to float64 as with full logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

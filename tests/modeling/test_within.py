@@ -1,7 +1,5 @@
 """Patched models whose forward calls itself or checkpoints its head: training is unchanged."""
 
-from __future__ import annotations
-
 import copy
 import io
 import threading

@@ -7,8 +7,6 @@ The parent process imports torch, Triton and Transformers once and forks a child
 the tests from a copy of the repository.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -8,8 +8,6 @@ The compiled kernels are those that the steps of launches.py launch. Each archit
 tests' process interprets kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

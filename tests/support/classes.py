@@ -5,8 +5,6 @@
 The table states what ``hf_cce.families`` says of each class and what ``tests/modeling/test_all_classes.py`` tests.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path

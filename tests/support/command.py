@@ -1,7 +1,5 @@
 """Run the command ``hf-cce`` in this process, and Python code in a new one."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

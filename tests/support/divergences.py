@@ -1,7 +1,5 @@
 """Reference divergences on full logits in plain PyTorch, and helpers to compare them with ``linear_divergence``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

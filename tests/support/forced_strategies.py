@@ -1,7 +1,5 @@
 """Force each strategy of a scalar loss on the kernels for inputs of any size; inputs for which the filter drops tiles."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

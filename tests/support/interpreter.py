@@ -1,7 +1,5 @@
 """Make Triton's interpreter round to bfloat16 as a GPU does, and make it faster: kernel tests on a CPU spend most time in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Tensors are on the device "meta" and Triton is told the architecture. It special
 argument types need not be listed. Use only in a process of its own, without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The reference loss on full logits in plain PyTorch, and helpers to compare it with the fused loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

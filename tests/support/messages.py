@@ -4,8 +4,6 @@ They are read from the source, so that none is missed: raised errors, warnings, 
 called a reason, and the tables of refused classes. Parts that are filled in at run time read "…".
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny causal LMs, and helpers to compare a patched one with the original: loss, every gradient, materialized logits."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

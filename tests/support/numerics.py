@@ -5,8 +5,6 @@ unpatched model, in the same dtype. The budget follows from the baseline's error
 tests, such as those that compare whole training runs, set their own tolerance.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Track live tensors on any device: the peak of their bytes, which a GPU's allocator would report."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start a script of this folder on several ranks and return its results."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 The promises on the page name tests; tests/docs/test_trust.py checks that these exist and that the generated parts are current.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

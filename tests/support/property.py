@@ -6,8 +6,6 @@ A seed gives the same case on all devices of one kind. Kernels are compiled for 
 values, labels and ignored tokens vary from case to case. tests/loss/test_property.py runs some cases on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -3,8 +3,6 @@
 public_api.json holds the accepted state. ``python -m tests.support.public_api --write`` stores the current one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

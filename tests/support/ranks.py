@@ -5,8 +5,6 @@ usage: torchrun --nproc-per-node 2 tests/support/ranks.py OUT.json [DEVICE DTYPE
 With DEVICE ("cpu" or "cuda") and DTYPE ("float32" or "bfloat16"), a larger Llama is run under the named engines.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Build a tiny model of any class in Transformers' mappings from its own configuration, and a batch for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

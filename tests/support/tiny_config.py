@@ -5,8 +5,6 @@ nested vision, audio and text configurations. Settings between LM head and loss 
 vocabulary slice) are moved away from their defaults, so that nothing agrees by accident.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 One entry per class, on top of the table; a mapping applies to the nested configuration of that name, ``...`` keeps a default.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}

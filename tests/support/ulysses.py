@@ -5,8 +5,6 @@ usage: torchrun --nproc-per-node 2 tests/support/ulysses.py OUT.json STAGE
 DeepSpeed can set this up only once per process, so the same model is run first unpatched, then patched.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Vocabulary-parallel losses (head sharded over the ranks) against full logits in float64; for tests/support/ranks.py."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 new row needs only the call.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

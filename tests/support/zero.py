@@ -3,8 +3,6 @@
 usage: torchrun --nproc-per-node 2 tests/support/zero.py OUT.json [cuda]
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """CCECallback in a real Trainer: same run as without it, patched in time, and a message if it had no effect."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Callable

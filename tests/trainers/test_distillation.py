@@ -1,7 +1,5 @@
 """TRL's DistillationTrainer with ``linear_divergence``: same losses, metrics and weights as without it at every step."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

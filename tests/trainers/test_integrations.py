@@ -3,8 +3,6 @@
 If Axolotl or ms-swift is missing, a stub package replaces it, with the one class or dict that the plugin uses.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """lm-evaluation-harness with a tiny model: its model ``hf`` gives the same log-likelihoods and greedy flags without logits."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """User-written losses on the logits of a training call: nothing is materialized, and steps equal the unpatched model's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

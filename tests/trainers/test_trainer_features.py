@@ -1,7 +1,5 @@
 """Resuming, saving, evaluating, exporting and other losses with a patched model give the same results as without the patch."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

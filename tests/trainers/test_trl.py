@@ -1,7 +1,5 @@
 """TRL's trainers with our operator: same losses, metrics and weights as without it at every step."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """SFTTrainer with several kinds of data: losses, metrics and weights through our operator match TRL alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

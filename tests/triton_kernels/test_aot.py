@@ -1,7 +1,5 @@
 """Every kernel compiles for every supported architecture, stays within its resource budget, and is compiled only once."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from typing import Any

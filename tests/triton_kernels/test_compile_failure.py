@@ -1,7 +1,5 @@
 """If Triton cannot compile a kernel, PyTorch computes the loss: correctly, with one warning, and without retrying."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The warp-specialized kernels give the same numbers as the kernels they replace, on the same GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

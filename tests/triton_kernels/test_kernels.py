@@ -1,7 +1,5 @@
 """The Triton kernels: on a GPU, or in Triton's interpreter with tiles small enough that inputs span several."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

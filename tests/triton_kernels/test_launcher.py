@@ -1,7 +1,5 @@
 """Launches find the same kernel as Triton would, and a first step compiles the kernels of all steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A step stays within its memory budget, counted on meta tensors with the plan of a Hopper GPU."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests for every strategy on the kernels: strided inputs, PyTorch's newer TF32 switch, no labels at all, and others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
