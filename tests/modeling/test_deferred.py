@@ -689,24 +689,20 @@ def test_reading_after_head_changed_raises(changed: int) -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.mul_(2.0),
-        lambda x: x.detach().add_(5.0),
-        lambda x: x[..., ::2].zero_(),
-        lambda x: x.view(B * S, V).transpose(0, 1).mul_(0.5),
-        lambda x: x.data.zero_(),
-        lambda x: _assign(x, (..., UNUSED_IDS), torch.finfo(x.dtype).min),
-        lambda x: x.contiguous().mul_(2.0),
-        lambda x: x[..., :50].contiguous().mul_(2.0),
-        lambda x: x[:, :-1].flatten(0, 1).mul_(2.0),
-    ],
-    ids=[
-        *("itself", "detached", "real view", "view of a view", "data", "masked entries"),
-        *("contiguous", "copied by contiguous", "copied by flatten"),
-    ],
-)
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x.mul_(2.0),
+    "detached": lambda x: x.detach().add_(5.0),
+    "real view": lambda x: x[..., ::2].zero_(),
+    "view of a view": lambda x: x.view(B * S, V).transpose(0, 1).mul_(0.5),
+    "data": lambda x: x.data.zero_(),
+    "masked entries": lambda x: _assign(x, (..., UNUSED_IDS), torch.finfo(x.dtype).min),
+    "contiguous": lambda x: x.contiguous().mul_(2.0),
+    "copied by contiguous": lambda x: x[..., :50].contiguous().mul_(2.0),
+    "copied by flatten": lambda x: x[:, :-1].flatten(0, 1).mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     """Lazy logits do not show a write to a view of them, and not whether torch would have copied, so reading them raises."""
     hidden_states, weight, _ = make_inputs()
