@@ -168,9 +168,8 @@ def test_verdict_by_size_of_saving() -> None:
     much = diagnostics.estimate("qwen2.5-0.5b", 4, 8192)
     assert diagnostics.verdict(much).startswith("hf_cce saves 54% of the peak, 100.7 → 46.4 GiB")
     nothing = diagnostics.estimate("smollm2-135m", 1, 512)
-    assert nothing.few_tokens and diagnostics.verdict(nothing).startswith(
-        "hf_cce saves nothing here: 512 tokens make 25 million"
-    )
+    assert nothing.few_tokens
+    assert diagnostics.verdict(nothing).startswith("hf_cce saves nothing here: 512 tokens make 25 million")
     assert nothing.steps["cce"].peak == nothing.steps["full"].peak
     assert diagnostics.estimate("smollm2-135m", 16, 512).few_tokens is False
     narrow = config_of(replace(SHAPES["smollm2-135m"], vocabulary=512))  # byte-level vocabulary
@@ -191,14 +190,13 @@ def test_unknown_activations_are_not_guessed() -> None:
 def test_folder_file_and_json(tmp_path: Path) -> None:
     config_of(SHAPES["smollm2-135m"]).save_pretrained(tmp_path)
     level = logging.getLogger("transformers").level
-    shown = command(str(tmp_path), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24")
+    options = ("--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24")
+    shown = command(str(tmp_path), *options)
     assert shown.exit_code == 0, shown
     for text in ("135 million parameters", "4 × 2,048 tokens make 403 million logits", "fits in 24 GiB"):
         assert text in shown.stdout
     assert logging.getLogger("transformers").level == level and "\x1b" not in shown.stdout
-    found = command(
-        str(tmp_path / "config.json"), "--batch-size", "4", "--seq-length", "2048", "--gpu-memory", "24", "--json", "-"
-    )
+    found = command(str(tmp_path / "config.json"), *options, "--json", "-")
     report = json.loads(found.stdout)
     estimate = diagnostics.estimate("smollm2-135m", 4, 2048, gpu_memory=24 * GIB)
     same = {**asdict(estimate), "verdict": diagnostics.verdict(estimate)}

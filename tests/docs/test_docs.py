@@ -213,11 +213,8 @@ def test_tables_match_results(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
     assert name in report.PAGES and ("| **hf_cce** |" in text or '`"auto"`' in text)
     assert report.filled(text, name) == text, "run: make docs"
-    assert (
-        text.count("table: begin")
-        == text.count("table: end")
-        == len(re.findall(r"^<!-- .* table: begin", text, re.MULTILINE))
-    )
+    begun = len(re.findall(r"^<!-- .* table: begin", text, re.MULTILINE))
+    assert text.count("table: begin") == text.count("table: end") == begun
 
 
 def test_every_result_and_table_is_documented() -> None:

@@ -44,9 +44,7 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, (
-                f"{path}:{node.lineno}: write the full name of the module instead of a relative import"
-            )
+            assert not node.level, f"{path}:{node.lineno}: write the full name of the module, not a relative import"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))

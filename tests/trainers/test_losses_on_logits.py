@@ -215,9 +215,8 @@ def test_token_statistics_in_the_logs(tmp_path: Path) -> None:
     assert run(plain) == run(patched) == []
     assert_same_run(patched, plain, 3)
     entries = logged(patched)
-    assert len(entries) == 3 and all(
-        0 <= entry["cce/token_accuracy"] <= 1 and entry["cce/entropy"] > 0 for entry in entries
-    )
+    assert len(entries) == 3
+    assert all(0 <= entry["cce/token_accuracy"] <= 1 and entry["cce/entropy"] > 0 for entry in entries)
     total = patched.model.cce_stats()
     assert min(e["cce/entropy"] for e in entries) < total["entropy"] < max(e["cce/entropy"] for e in entries)
     for entry in entries:  # a mean over labels, like Trainer's
