@@ -48,17 +48,12 @@ def in_autocast(model: Any, inputs: Any) -> torch.Tensor:
 
 def assert_no_further_than_unpatched(patched: Any, plain: Any, inputs: Any, loss_of: Any = model_loss) -> None:
     """Compare loss, head gradient and all gradients together with float64, in bfloat16; one small matrix would be too noisy."""
-    results = [
-        loss_and_grads(plain, inputs, loss_of=loss_of),
-        loss_and_grads(patched, inputs, loss_of=loss_of),
-        loss_and_grads(float64_copy(plain), inputs, double=True),
-    ]
-    head = [
-        name for name, value in patched.named_parameters() if any(value is x for x in head_of(patched).parameters())
-    ]
-    for each in results:
+    twin, actual = (loss_and_grads(model, inputs, loss_of=loss_of) for model in (plain, patched))
+    reference = loss_and_grads(float64_copy(plain), inputs, double=True)
+    for each in (twin, actual, reference):
         each["gradient"] = torch.cat([value.double().flatten() for name, value in each.items() if name != "loss"])
-    twin, actual, reference = results
+    own = {id(parameter) for parameter in head_of(patched).parameters()}
+    head = [name for name, parameter in patched.named_parameters() if id(parameter) in own]
     for name in ("loss", "gradient", *head):
         assert_accurate(actual[name], twin[name], reference[name], name, torch.bfloat16)
 
@@ -449,14 +444,12 @@ def test_accelerate_device_hooks_on_the_head(when: str, offload: bool) -> None:
 
     plain = hooked(tiny_llama())
     patched = apply_cce(hooked(tiny_llama())) if when == "after" else hooked(apply_cce(tiny_llama()))
-    forward = patched.lm_head.forward
+    head, forward = patched.lm_head, patched.lm_head.forward
     assert_same_training(patched, plain, batch(), reference=float64_copy(tiny_llama()))
     assert_fused(patched, calls=1)
-    assert patched.lm_head.forward == forward and patched.lm_head.weight.is_meta == offload
-    hooks.remove_hook_from_module(patched.lm_head)
-    assert "forward" not in vars(patched.lm_head) or patched.lm_head.forward == nn.Linear.forward.__get__(
-        patched.lm_head
-    )
+    assert head.forward == forward and head.weight.is_meta == offload
+    hooks.remove_hook_from_module(head)
+    assert "forward" not in vars(head) or head.forward == nn.Linear.forward.__get__(head)
 
 
 @pytest.mark.gpu
