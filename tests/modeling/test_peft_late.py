@@ -55,13 +55,10 @@ def adapted(model: Any, tuner: str) -> Any:
     import peft
     import torch
 
+    lora = {"task_type": "CAUSAL_LM", "init_lora_weights": False}
     configs: dict[str, Any] = {
-        "lora": lambda: peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False
-        ),
-        "adalora": lambda: peft.AdaLoraConfig(
-            task_type="CAUSAL_LM", init_r=4, target_modules=["q_proj", "v_proj"], total_step=9, init_lora_weights=False
-        ),
+        "lora": lambda: peft.LoraConfig(r=2, target_modules="all-linear", **lora),
+        "adalora": lambda: peft.AdaLoraConfig(init_r=4, target_modules=["q_proj", "v_proj"], total_step=9, **lora),
         "adaption": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
     }
     torch.manual_seed(3)

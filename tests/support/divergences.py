@@ -104,12 +104,9 @@ def plain_divergence(x: Inputs, leaves: Sequence[Tensor], case: Case) -> Tensor:
         z = case.softcap * torch.tanh(z / case.softcap)
     z = z / case.temperature
     if case.form in ("head", "logits"):
-        zt = (
-            F.linear(x.teacher_hidden.to(hidden.dtype), x.teacher_weight.to(hidden.dtype)).to(acc_dtype)
-            / case.temperature
-        )
-        if case.form == "logits":
-            zt = teacher_logits(x).to(acc_dtype) / case.temperature
+        head = [t.to(hidden.dtype) for t in (x.teacher_hidden, x.teacher_weight)]
+        zt = F.linear(*head) if case.form == "head" else teacher_logits(x)
+        zt = zt.to(acc_dtype) / case.temperature
         v = min(case.vocab_sizes)
         losses = token_divergences(z[..., :v].log_softmax(-1), zt[..., :v].log_softmax(-1), case)
     else:

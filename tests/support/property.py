@@ -116,10 +116,8 @@ def tensors(case: Case, device: str) -> tuple[Inputs, Tensor]:
     elif case.values in ("foreseen", "not foreseen"):  # p of the label near 1, or near 0
         hidden += (1 if case.values == "foreseen" else -1) * 0.75 * weight[labels]
     if case.ignored != "none":
-        keep = (
-            torch.rand(n, generator=g, device=device)
-            < {"some": 0.7, "most": 0.3, "first block": 1.0, "half": 0.5}[case.ignored]
-        )
+        share = {"some": 0.7, "most": 0.3, "first block": 1.0, "half": 0.5}[case.ignored]
+        keep = torch.rand(n, generator=g, device=device) < share
         keep[: n // 2] &= case.ignored != "first block"
         keep[-1] = True  # at least one token must remain
         labels = torch.where(keep, labels, -100)

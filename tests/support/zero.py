@@ -116,10 +116,8 @@ def run(case: str, patch: Callable[[Any], Any]) -> tuple[list[dict[str, Tensor]]
     model, options = CASES[case].build(), CASES[case].options
     head, count = head_of(model), options.get("gradient_accumulation_steps", 1)
     config = {"train_micro_batch_size_per_gpu": ROWS // world, "zero_allow_untested_optimizer": True, **options}
-    config |= {
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": int(case[-1]) if "stage" in case else 3, **FREE_AT_ONCE},
-    }
+    stage = int(case[-1]) if "stage" in case else 3
+    config |= {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **FREE_AT_ONCE}}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     patch(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)

@@ -158,10 +158,8 @@ def test_checkpoints_match_unpatched(kind: str, tmp_path: Path) -> None:
         assert any(name.endswith("config.json") for name in texts)
         for name in texts:
             assert mine[name].read_text("utf-8") == theirs[name].read_text("utf-8"), name
-    states = [
-        json.loads((tmp_path / how / "checkpoint-3/trainer_state.json").read_text("utf-8"))
-        for how in ("plain", "callback")
-    ]
+    folders = [tmp_path / how / "checkpoint-3" for how in ("plain", "callback")]
+    states = [json.loads((folder / "trainer_state.json").read_text("utf-8")) for folder in folders]
     added = [states[1]["log_history"][i].keys() - entry.keys() for i, entry in enumerate(states[0]["log_history"])]
     assert set().union(*added) == {"cce/fused", "cce/materialized"}
     assert states[0].keys() == states[1].keys() and states[0]["stateful_callbacks"] == states[1]["stateful_callbacks"]
