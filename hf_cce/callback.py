@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from hf_cce.api import apply_cce, causal_lm, disabled
+from hf_cce.api import apply_cce, causal_lm
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, warn
 from hf_cce.patches import distillation
@@ -81,24 +81,22 @@ class CCECallback(TrainerCallback):
         self._token_sums: Tensor | None = None  # at the last log entry
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not disabled() and (model := kwargs.get("model")) is not None:  # None with model_init
+        if (model := kwargs.get("model")) is not None:  # None with model_init
             self._apply(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         distillation.current.set(None)  # the last training may have ended with an exception
-        if disabled():
-            return
         patch = self._apply(kwargs["model"])
+        if patch is None:  # disabled
+            return
         self._run = _Run(patch.stats, replace(patch.stats))
         self._token_sums = patch.token_sums.sums
         self._distills = distillation.install_on_trainer(args)
 
-    def _apply(self, model: Any) -> Patch:
+    def _apply(self, model: Any) -> Patch | None:
         """Patch the model. If this callback was given no options, a model that is already patched keeps its own."""
         known = None if self._given else patch_of(causal_lm(model))
-        patch = patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
-        assert patch is not None
-        return patch
+        return patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:

@@ -326,4 +326,5 @@ def test_disabled_run_matches_unpatched(tmp_path: Path, disabled: pytest.LogCapt
     assert history(ours) == history(plain)
     assert not any(key.startswith("cce/") for row in ours.state.log_history for key in row)
     assert len([record for record in disabled.records if record.name.startswith("hf_cce")]) == 1
+    assert ours.model.cce_stats()["calls"] == 0
     ours.evaluate()
