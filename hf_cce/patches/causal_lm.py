@@ -214,6 +214,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
         counted = training and (labels or kwargs.get("shift_labels") is not None)
         call = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
+        call.model = None if compiling else weakref.ref(model)
         if not (compiling or trl.begin_call(call)) and counted:
             _note_bypass(state)
         deferring = False

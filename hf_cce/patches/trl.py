@@ -18,10 +18,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_cce.deferred.training_call import TrainingCall
-from hf_cce.head_checks import is_gathered, why_not_read
+from hf_cce.head_checks import find_head, is_gathered, why_not_read
 from hf_cce.loss import linear_log_probs
 from hf_cce.patches import marking
 
@@ -82,6 +82,14 @@ def why_not_later(*parameters: Any) -> str | None:
     return None
 
 
+def _is_of_another_model(weight: Tensor, call: TrainingCall) -> bool:
+    """Return True if ``call`` was left by Ctrl-C, when torch runs no hook, and another model, with this ``weight``, runs."""
+    if call.model is None or not isinstance(weight, nn.Parameter):
+        return False
+    model: Any = call.model()
+    return model is None or getattr(find_head(model), "weight", None) is not weight
+
+
 def _detach_gathered(parameter: Tensor) -> Tensor:
     """Return a frozen parameter gathered by ZeRO-3 as a tensor that outlives its release; any other parameter unchanged."""
     return parameter.detach() if is_gathered(parameter) and not parameter.requires_grad else parameter
@@ -91,6 +99,8 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
     """Return (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N], or None if not requested."""
     hidden, bias, temperature, outputs = (arguments[name] for name in ("hidden", "bias", "temperature", "outputs"))
     softcap = arguments["final_logit_softcapping"]
+    if _is_of_another_model(arguments["weight"], call):
+        return NotImplemented
     weight, bias = _detach_gathered(arguments["weight"]), None if bias is None else _detach_gathered(bias)
     if weight.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
         raise RuntimeError(

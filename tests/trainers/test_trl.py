@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -271,6 +272,15 @@ def of_another_trl(function: Any) -> Any:
     """Return a TRL-like autograd function whose forward takes different arguments but computes the same."""
     forward = staticmethod(lambda ctx, hidden, weight, something: None)
     return type("Other", (), {"forward": forward, "apply": staticmethod(function.apply)})
+
+
+def test_interrupted_training_does_not_affect_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = sft(tmp_path / "ours", tiny_llama(), [CCECallback()])
+    ours.model.model.norm.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))  # torch runs no hook after it
+    with pytest.raises(KeyboardInterrupt):
+        ours.train()
+    monkeypatch.setattr(trl_patch, "linear_log_probs", Mock(side_effect=AssertionError))
+    run(sft(tmp_path / "other", tiny_llama(), []))
 
 
 @pytest.mark.parametrize("on_unused", [None, "warn", "raise"])
