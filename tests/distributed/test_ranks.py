@@ -74,7 +74,10 @@ def test_loss_is_fused_or_warns(engine: str, results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any]) -> None:
     result = results[engine]
-    assert result["same logits"] or engine == "fsdp2_adapted_head"  # a fused product of two: equal up to rounding
+    if engine == "fsdp2_adapted_head":  # a fused product of two
+        assert result["logits"] <= budget(torch.finfo(torch.float32).eps, torch.float32)
+    else:
+        assert result["same logits"]
     if not engine.startswith("tensor_parallel"):
         assert result["same parameters"]
     if not engine.startswith(("tensor_parallel", "fsdp2_compiled")):

@@ -364,6 +364,7 @@ def run(engine: str, whole: dict[str, Tensor], reference: dict[str, Tensor]) -> 
             report["read after step"] = read_after_step(model, inputs)
     report["same parameters"] = parameter_types.get("twin") == parameter_types.get("errors")
     report["same logits"] = torch.equal(*logits.values())
+    report["logits"] = relative_error(*logits.values())
     if logits_loss_gradients:
         report["without labels"] = relative_error(logits_loss_gradients["errors"], logits_loss_gradients["twin"])
     ranks: list[Any] = [None] * world
