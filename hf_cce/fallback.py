@@ -26,8 +26,8 @@ from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
 from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
-# Minimum tokens per block: with fewer, adding a block's product to the weight's gradient costs more than the product.
-MIN_BLOCK_TOKENS = 128
+# Minimum tokens per block: a CPU multiplies fewer less efficiently, and adding their product to dW costs more than the product.
+MIN_BLOCK_TOKENS = 256
 # Up to this size a CPU keeps all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
 ONE_BLOCK_BYTES_CPU = 64 * MIB
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
