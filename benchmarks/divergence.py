@@ -15,7 +15,6 @@ import importlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,30 +70,10 @@ def liger(beta: float) -> Loss:
     return lambda hs, ws, ht, wt: function.apply(hs, ws, ht, wt, None, beta, -100, 1.0)
 
 
-def tiled(loss: Loss, tiles: str) -> Loss:
-    """Return ``loss`` with other tiles: tokens x columns x hidden size x warps x stages x row blocks that share weight tiles."""
-    from hf_cce.kernels import divergence
-
-    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
-    numbers: dict[str, Any] = dict(zip(names, map(int, tiles.split("x")), strict=True))
-    default = divergence.pair_plan
-
-    def with_tiles(*inputs: Tensor) -> Tensor:
-        divergence.pair_plan = lambda student, teacher: replace(default(student, teacher), **numbers)
-        return loss(*inputs)
-
-    return with_tiles
-
-
 def make(peer: str, kind: str) -> Loss:
-    """Build a peer: hf_cce, full, compile, trl or liger; hf_cce:1024 sets a budget in MiB, hf_cce:128x64x64x4x4x16 other tiles.
-
-    Put peers with tiles last: their tiles stay in effect.
-    """
+    """Build a peer: hf_cce, full, compile, trl or liger; hf_cce:1024 sets a budget in MiB."""
     name, _, option = peer.partition(":")
     beta = MIXED[kind]
-    if "x" in option:
-        return tiled(ours(kind, None), option)
     if name == "hf_cce":
         return ours(kind, int(option) * MIB if option else None)
     if name == "trl":

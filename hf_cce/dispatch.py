@@ -43,8 +43,8 @@ FILTER_FROM = 1.5e11  # work (tokens · hidden size · vocabulary) from which th
 FILTER_TOKENS = 2048  # and tokens: as many as fill a GPU with blocks
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
-# Tokens per block of a divergence whose gradients are summed over blocks: the minimum, and the default.
-MIN_ONE_PASS, ONE_PASS_TOKENS = 512, 1024
+ONE_PASS_TOKENS = 1024  # tokens per block of a divergence whose gradients are summed over blocks, by default
+MIN_TILES = 512  # tokens from which the kernels, too, multiply for a divergence
 SMALL_LOGITS = 512 << 20  # up to this size, all logits of a divergence in 16 bits are kept by default
 LARGE_LOGITS = 2 << 30  # larger ones are not; blocks of this size are as fast
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
@@ -349,21 +349,16 @@ def dispatch_divergence(
     sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
     kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
     tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
-    by_rows = tiles and narrow and not top_k and p.tokens >= MIN_ONE_PASS
-    multiplies = by_rows and p.dtype == torch.bfloat16  # PyTorch's products would be rounded to bfloat16
+    # PyTorch's products would be rounded to bfloat16.
+    multiplies = tiles and p.dtype == torch.bfloat16 and not top_k and p.tokens >= MIN_TILES
     if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
         return workspace, True, multiplies, "keep"
-    if tiles:
-        per_token = 2 * p.dtype.itemsize * p.vocab_size  # the logits of student and teacher
-        if by_rows and spec.auto_budget and any(spec.needs) and kept <= SMALL_LOGITS:
+    if tiles and not top_k:
+        if spec.auto_budget and any(spec.needs) and kept <= SMALL_LOGITS:
             return max(workspace, 1 << 30), True, multiplies, "keep"
-        if by_rows and spec.auto_budget and summed:
-            return sums + ONE_PASS_TOKENS * per_token, True, multiplies, "one_pass"
-        if summed and not spec.auto_budget and (budget - sums) // per_token >= MIN_ONE_PASS:
-            return budget, True, multiplies, "one_pass"
-        slabs = logits > FULL_LOGITS_MAX or not fits or spec.implementation == "triton" or p.device.type != "cuda"
-        if slabs and not top_k:
-            return budget, True, False, "slabs"
+        if spec.auto_budget:  # for the logits of student and teacher
+            budget = sums + ONE_PASS_TOKENS * 2 * p.dtype.itemsize * p.vocab_size
+        return budget, True, multiplies, "one_pass" if summed else "blocks"
     # Elsewhere, PyTorch cannot write float32 products of 16-bit operands: sums would take products in float32, and gradients of
     # hidden states would be rounded before and after the upstream gradient is known.
     summed = summed and (not narrow or (p.device.type == "cuda" and torch.version.hip is None))

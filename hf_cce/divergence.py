@@ -18,10 +18,10 @@ from hf_cce import checks
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
-from hf_cce.divergence_passes import divergence_kernels, gradients, row_stats
 from hf_cce.divergence_rows import (
     HeadRows,
     OfRows,
+    divergence_kernels,
     divergence_of_rows,
     gradients_by_blocks,
     gradients_of_rows,
@@ -115,7 +115,7 @@ def linear_divergence(
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
         config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. A budget in bytes that has no
-            room for blocks of logits is kept at the price of time: the kernels then compute all logits twice or more.
+            room for float32 sums of the weight's gradient is kept at the price of time: some logits are then computed twice.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no
@@ -165,25 +165,23 @@ class Divergence(torch.autograd.Function):
         spec: DivergenceSpec, factor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         n, teacher_type = hidden.shape[0], cast(Any, type(teacher))
-        rows: tuple[Tensor, ...] = ()
         student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             # A kernel cannot be launched for zero tokens.
             spec = replace(spec, triton=False, multiplies=False, way="keep")
         s, t = _prepare(student, teacher, tokens, spec)
         with compute_context(hidden):
-            if spec.way == "slabs":
-                divergence, entropy, rows = row_stats(s, cast(Head, t), tokens, spec)
-            elif spec.way == "one_pass":
-                of_rows = _of_rows(s, t, tokens, spec)
+            of_rows = _of_rows(s, t, tokens, spec)
+            if spec.way == "one_pass":
                 divergence, entropy, ctx.kept = one_pass(of_rows, s, tokens, spec, ctx.needs_input_grad[:3])
             else:
                 upstream = factor if spec.way == "keep" else None
-                divergence, entropy, ctx.kept = divergence_of_rows(_of_rows(s, t, tokens, spec), s, spec, upstream)
+                divergence, entropy, ctx.kept = divergence_of_rows(of_rows, s, spec, upstream)
+        ctx.stats = of_rows.stats if isinstance(of_rows, HeadRows) else None
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         given = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in teacher]
         ctx.teacher = teacher_type(*(x if saved is None else None for x, saved in zip(teacher, given, strict=True)))
-        ctx.save_for_backward(hidden, weight, bias, *tokens, *given, *rows)
+        ctx.save_for_backward(hidden, weight, bias, *tokens, *given)
         ctx.options = student[3:], spec, factor
         ctx.set_materialize_grads(False)
         entropy = tokens.scatter(entropy, n) if spec.entropy else entropy
@@ -198,9 +196,8 @@ class Divergence(torch.autograd.Function):
             raise RuntimeError(
                 "linear_divergence has no second derivative; remove create_graph=True, or use full logits"
             )
-        (form, spec, factor), saved, rest = ctx.options, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        (form, spec, factor), saved, given = ctx.options, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         student, tokens = Head(*saved[:3], *form), Tokens(*saved[3:])
-        given, rows = rest[: len(ctx.teacher)], rest[len(ctx.teacher) :]
         teacher = type(ctx.teacher)(*(x if y is None else y for x, y in zip(ctx.teacher, given, strict=True)))
         s, t = _prepare(student, teacher, tokens, spec)
         summed = grad.stride() == (0,)  # the gradient of a sum or a mean: equal for all tokens
@@ -210,26 +207,27 @@ class Divergence(torch.autograd.Function):
         kept: Any = ctx.kept
         ctx.kept = None  # a second backward pass computes it again
         with compute_context(student.hidden):
-            if spec.way == "slabs":
-                grads = gradients(s, cast(Head, t), tokens, rows, of_tokens, spec, wanted)
-            elif spec.way == "keep":
-                kept = kept or divergence_of_rows(_of_rows(s, t, tokens, spec), s, spec, factor)[2]
+            of_rows = _of_rows(s, t, tokens, spec, ctx.stats)
+            if spec.way == "keep":
+                kept = kept or divergence_of_rows(of_rows, s, spec, factor)[2]
                 grads = gradients_of_rows(kept, s, of_tokens, wanted)
             elif kept is not None and summed:
-                grads = gradients_of_sums(kept, s, tokens, spec, grad[0], wanted)
+                grads = gradients_of_sums(kept, of_rows, s, tokens, spec, grad[0], wanted)
             else:
                 kept = None  # free it first
-                grads = gradients_by_blocks(_of_rows(s, t, tokens, spec), s, tokens, of_tokens, spec, wanted)
+                grads = gradients_by_blocks(of_rows, s, tokens, of_tokens, spec, wanted)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
         return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
-def _of_rows(student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec) -> OfRows:
+def _of_rows(
+    student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec, stats: Tensor | None = None
+) -> OfRows:
     if isinstance(teacher, TopK):
         return TopKRows(student, teacher, spec)
-    return HeadRows(student, teacher, tokens, spec)
+    return HeadRows(student, teacher, tokens, spec, stats)
 
 
 def _prepare(student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head | TopK]:

@@ -4,6 +4,9 @@ One pass over blocks of tokens computes the divergence of each row and overwrite
 backward pass only multiplies: as many products as full logits need, in a fraction of their memory. If the memory budget has no
 room for all logits, sums of the gradients are computed with the divergence, for equal upstream gradients of all tokens, or the
 backward pass computes the logits of each block again.
+
+Sums in float32 take twice the memory of a 16-bit gradient. If the budget has no room for that, the kernels sum as many rows of
+the weight's gradient as fit its own buffer, and compute the logits of the others again, in slabs of the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +35,20 @@ from hf_cce.fallback import (
     token_blocks,
     tokens_per_block,
 )
+from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
 
+MIN_TOKENS = 512  # rather than sum all of dW over blocks of fewer tokens, the kernels compute some logits again
 # (products, rows, scale, divergences, entropies): sets the divergences of some rows [n] and, if wanted, the student's entropies
 # [n], from the student's products h Wᵀ + b [n, V], which it computes, too, if ``DivergenceSpec.multiplies``. With a scale, which
 # may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
 OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
+
+
+def divergence_kernels() -> Any:
+    from hf_cce.kernels import divergence  # imported lazily: importing hf_cce must not import Triton
+
+    return divergence
 
 
 def memory_for_logits(x: Head, rows: slice = slice(None)) -> Tensor:
@@ -105,7 +117,7 @@ def one_pass(
 ) -> tuple[Tensor, Tensor, GradSums]:
     """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
 
-    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1.
+    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. ``gradients_of_sums`` completes the gradients.
     """
     entropy, stop = student.hidden.new_empty(0, dtype=accumulation_dtype(student.hidden.dtype)), 0
     if spec.entropy and by_row is None:
@@ -122,16 +134,21 @@ def one_pass(
         return divergence, divergence
 
     hidden, weight = student.hidden, student.weight
-    on_cpu, sums_bytes = hidden.device.type == "cpu", 0
-    if hidden.dtype.itemsize < 4:  # float32 sums of dW, as far as they do not fit its buffer, and of dh
-        sums_bytes = needs[1] * weight.nbytes + 4 * hidden.numel()
-    # For the logits of student and teacher; in PyTorch, half of the budget is for chunks.
-    room = max(spec.memory_budget - sums_bytes, spec.memory_budget // 4) // (2 if spec.triton else 4)
+    on_cpu, budget, overflow, sums_all = hidden.device.type == "cpu", spec.memory_budget, 0, True
+    row_bytes = 2 * hidden.element_size() * len(weight)  # the logits of student and teacher
+    if hidden.element_size() < 4:  # float32 sums of dh, and of dW as far as they do not fit its buffer
+        budget, overflow = max(budget - 4 * hidden.numel(), budget // 4), needs[1] * weight.nbytes
+    if isinstance(of_rows, HeadRows) and spec.triton and overflow > max(budget - MIN_TOKENS * row_bytes, 0):
+        sums_all = False
+        of_rows.keep_stats()
+    else:
+        budget = max(budget - overflow, spec.memory_budget // 4)
+    room = budget // (2 if spec.triton else 4)  # in PyTorch, half of the budget is for chunks
     room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
     block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
     x, loss_spec = _block_problem(student, tokens, spec, needs)
     divergence, _, _, sums = token_blocks(
-        x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies
+        x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies, sums_all
     )
     return divergence, entropy, sums
 
@@ -146,11 +163,21 @@ def _block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: N
 
 
 def gradients_of_sums(
-    sums: GradSums, student: Head, tokens: Tokens, spec: DivergenceSpec, by: Tensor, wanted: WantedGrads
-) -> HeadGrads:
+    sums: GradSums, of_rows: OfRows, student: Head, tokens: Tokens, spec: DivergenceSpec, by: Tensor, wanted: WantedGrads,
+    by_row: Tensor | None = None,
+) -> HeadGrads:  # fmt: skip
     """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, multiplied by the scalar ``by``."""
     x, loss_spec = _block_problem(student, tokens, spec, wanted.needs)
-    return wanted.pad(*sums.finalize(x, loss_spec, by))
+    grad_hidden, grad_weight, grad_bias = sums.finalize(x, loss_spec, by)
+    if (
+        grad_weight is not None
+        and sums.weight is not None
+        and isinstance(of_rows, HeadRows)
+        and of_rows.stats is not None
+    ):
+        scale = sums.scale if by_row is None else by_row[:, None] * sums.scale
+        of_rows.write_weight_gradient(grad_weight, len(sums.weight), scale, by.float() / sums.scale)
+    return wanted.pad(grad_hidden, grad_weight, grad_bias)
 
 
 def gradients_by_blocks(
@@ -159,10 +186,11 @@ def gradients_by_blocks(
     """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits."""
     by_row, by = split_factors(student.hidden.dtype, grad)
     sums = one_pass(of_rows, student, tokens, spec, wanted.needs, by_row)[2]
-    return gradients_of_sums(sums, student, tokens, spec, grad.new_ones(()) if by is None else by, wanted)
+    by = grad.new_ones(()) if by is None else by
+    return gradients_of_sums(sums, of_rows, student, tokens, spec, by, wanted, by_row)
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadRows:
     """The ``OfRows`` of a teacher given by a head or by logits. All rows are in the order of ``tokens``."""
 
@@ -170,23 +198,19 @@ class HeadRows:
     teacher: Head
     tokens: Tokens
     spec: DivergenceSpec
+    stats: Tensor | None = (
+        None  # [3, N] of the kernel, written with the divergences and read by ``write_weight_gradient``
+    )
 
     def __call__(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
-        shifts = spec.multiplies and teacher.weight is not None and teacher.hidden.element_size() == 2
-        if teacher.weight is None:
-            zt = self.tokens.gather(teacher.hidden, rows)
-        else:
-            zt = (memory_for_logits if shifts else logits_of)(teacher, rows)
         if spec.triton:
-            from hf_cce.kernels import divergence_rows as kernels  # importing hf_cce must not import Triton
-
-            logits = kernels.shifted_logits(student, rows, z) if spec.multiplies else (z, None)
-            teacher_logits = kernels.shifted_logits(teacher, rows, zt) if shifts else (zt, None)
-            kernels.row_divergences(logits, z, teacher_logits, student, teacher, spec.beta, divergence, entropy, scale)
+            stats = None if self.stats is None else self.stats[:, rows]
+            self._run_kernel((student, teacher), z, rows, (divergence, entropy), stats, scale)
             return
+        zt = self.tokens.gather(teacher.hidden, rows) if teacher.weight is None else logits_of(teacher, rows)
         acc_dtype = accumulation_dtype(z.dtype)
         # Given logits may be −inf, and a bias.
         infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
@@ -204,6 +228,48 @@ class HeadRows:
             if scale is not None:
                 _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
             del g, minus, derivative
+
+    def keep_stats(self) -> None:
+        n, hidden = len(self.student.hidden), self.student.hidden
+        # Strides that are multiples of 16: for others Triton compiles another version of the kernel.
+        self.stats = torch.empty((3, -(-n // 16) * 16), dtype=torch.float32, device=hidden.device)[:, :n]
+
+    @cached_property
+    def shifts(self) -> list[Tensor | None]:
+        """About the largest logit [N] of student and teacher, each if the kernels compute its logits."""
+        multiplies, teacher = self.spec.multiplies, self.teacher
+        both = multiplies, multiplies and teacher.weight is not None and teacher.hidden.element_size() == 2
+        shift_of = divergence_kernels().shift_of
+        return [shift_of(x) if each else None for x, each in zip((self.student, teacher), both, strict=True)]
+
+    def _run_kernel(
+        self, heads: tuple[Head, Head], z: Tensor, rows: slice, results: tuple[Tensor, Tensor | None] | None,
+        stats: Tensor | None, scale: Tensor | float | None,
+    ) -> None:  # fmt: skip
+        """Compute ``results`` and overwrite ``z`` for both heads, which may have some of the columns if ``results`` is None."""
+        kernels, (student, teacher) = divergence_kernels(), heads
+        shift, teacher_shift = (None if x is None else x[rows] for x in self.shifts)
+        if teacher.weight is None:
+            zt = self.tokens.gather(teacher.hidden, rows)
+        else:
+            zt = (logits_of if teacher_shift is None else memory_for_logits)(teacher, rows)
+        logits = (z, None) if shift is None else kernels.shifted_logits(student, rows, z, shift)
+        given = (zt, None) if teacher_shift is None else kernels.shifted_logits(teacher, rows, zt, teacher_shift)
+        kernels.row_divergences(logits, z, given, student, teacher, self.spec.beta, results, stats, scale)
+
+    def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
+        """Write the rows of the weight's gradient from ``start`` on, of the divergences times ``scale``, and times ``by``."""
+        hidden, teacher, rows = self.student.hidden, self.teacher, slice(None)
+        copies = 1 if teacher.weight is not None else 2 * (self.tokens.order is not None)
+        column_bytes = len(hidden) * (hidden.element_size() + copies * teacher.hidden.element_size())
+        column_bytes += 4 * hidden.shape[1]  # of a product
+        for part in chunks(len(grad_weight) - start, column_bytes, self.spec.memory_budget):
+            columns = slice(start + part.start, start + part.stop)
+            student, teacher = (x.columns(columns.start, columns.stop) for x in (self.student, self.teacher))
+            z = (logits_of if self.shifts[0] is None else memory_for_logits)(student)
+            self._run_kernel((student, teacher), z, rows, None, self.stats, scale)
+            torch.mul(multiply(z.t(), hidden), by, out=grad_weight[columns])
+            del z  # free it before the next one is allocated
 
 
 def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:

@@ -311,11 +311,12 @@ def token_blocks(
     to_gradients: ToGradients | None = None,
     block: int = 0,
     computes_products: bool = False,
+    overflow: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``.
 
     ``block``: tokens per block; 0 for as many as the budget allows. ``computes_products``: ``to_gradients`` does, into
-    uninitialized memory.
+    uninitialized memory. Without ``overflow``, the sums omit the rows of the weight that do not fit its own buffer.
     """
     (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
@@ -335,7 +336,7 @@ def token_blocks(
         # Only a part of the buffer: an odd number of 16-bit entries cannot be viewed as float32.
         part = sums.grad_weight.view(-1)[: fit * d * acc_dtype.itemsize // dtype.itemsize]
         sums.weight = part.view(acc_dtype).view(fit, d)
-        if fit < v:
+        if fit < v and overflow:
             sums.overflow = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
             room = max(room - sums.overflow.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)

@@ -14,11 +14,10 @@ from torch import Tensor
 from hf_cce.config import CCEConfig
 
 # How a divergence and its gradients are computed:
-# - "slabs": by kernels, twice (three times for the JSD), see ``hf_cce.divergence_passes``;
-# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``, as for the others;
+# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``;
 # - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
 # - "blocks": the logits are computed twice.
-Way = Literal["slabs", "keep", "one_pass", "blocks"]
+Way = Literal["keep", "one_pass", "blocks"]
 
 
 class LossSpec(NamedTuple):

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import kind_of, log_mixture, weighted
-from hf_cce.kernels.divergence_rows import factor_and_stride
+from hf_cce.kernels.divergence import factor_and_stride, kind_of, log_mixture, weighted
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits

@@ -5,7 +5,6 @@ argument types need not be listed. Use only in a process of its own, without TRI
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from hf_cce import divergence_passes as passes
 from hf_cce import divergence_rows, divergence_spec, strategies
 from hf_cce.config import MIB
 from hf_cce.filter_state import FilterState
@@ -45,6 +43,7 @@ def pretend(arch: int, launch: Launch) -> None:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=140 << 30)
     launch_config.is_hopper_validated = lambda: True
     divergence_rows.tokens_per_block = lambda n, *_: n  # the blocks of a CPU do not start at aligned addresses
+    divergence_rows.MIN_TOKENS = 10**9  # compute some logits again
 
     def find(self: Kernel, grid: Any, args: Any, constants: dict[str, Any]) -> Any:
         function = self.function
@@ -107,18 +106,17 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
 
 
 def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head, beta: float) -> None:
-    n = student.hidden.shape[0]
+    n, needs = student.hidden.shape[0], (True, True, student.bias is not None)
     tokens = divergence_spec.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
     spec = divergence_spec.DivergenceSpec(
-        beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "slabs"
+        beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "one_pass"
     )
-    spec_of_rows = replace(spec, way="keep")
-    of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec_of_rows)
-    divergence_rows.divergence_of_rows(of_rows, student, spec_of_rows, 1.0)
+    of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec)
+    divergence_rows.divergence_of_rows(of_rows, student, spec, 1.0)
+    sums = divergence_rows.one_pass(of_rows, student, tokens, spec, needs)[2]
+    wanted, by = divergence_spec.WantedGrads(needs, student.weight.shape[0]), torch.empty((), device="meta")
+    divergence_rows.gradients_of_sums(sums, of_rows, student, tokens, spec, by, wanted)
     ids = torch.empty(n, 32, dtype=torch.int64, device="meta")
     for lump in (True, False) if teacher.weight is None else ():
         top_k = (ids, ids.float(), lump)
         row_top_k_divergences(teacher.hidden, top_k, student, beta, torch.empty(n, device="meta"), 1.0)
-    *_, rows = passes.row_stats(student, teacher, tokens, spec)
-    grads = divergence_spec.WantedGrads((True, True, student.bias is not None), student.weight.shape[0])
-    passes.gradients(student, teacher, tokens, rows, torch.empty(n, device="meta"), spec, grads)
