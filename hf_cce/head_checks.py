@@ -39,7 +39,8 @@ def output_embeddings(model: nn.Module) -> object:
 def find_head(model: nn.Module) -> nn.Module | None:
     """Return the LM head or None. Looked up at every call, because resizing, quantization and adapters replace it."""
     head = output_embeddings(model)
-    return head if isinstance(head, nn.Module) else None
+    # Accelerate's regional compilation replaces the head by a torch._dynamo.OptimizedModule, which compiles its calls.
+    return getattr(head, "_orig_mod", head) if isinstance(head, nn.Module) else None
 
 
 def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str | None:

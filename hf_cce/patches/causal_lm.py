@@ -39,7 +39,7 @@ from hf_cce.deferred.logits import LazyLogits, to_eager
 from hf_cce.deferred.token_sums import TokenSums, label_groups
 from hf_cce.deferred.training_call import OptimizerSteps, Stats, TrainingCall, warn
 from hf_cce.filter_state import FilterState
-from hf_cce.head_checks import adapter_in, find_head, why_not_defer
+from hf_cce.head_checks import adapter_in, find_head, output_embeddings, why_not_defer
 from hf_cce.patches import bnb, distillation, peft_tuner, preference, trl
 from hf_cce.patches.marking import STATE
 from hf_cce.patches.refused import why_refuse
@@ -230,7 +230,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, state.stats, filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = why_not_defer(head, _foreign_forward(head), compiling)
+        reason = why_not_defer(head, _foreign_forward(head), compiling or output_embeddings(model) is not head)
         if groups is not None and training and not compiling:
             if not state.config.token_stats:
                 raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")

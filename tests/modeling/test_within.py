@@ -287,6 +287,20 @@ def test_model_in_callers_checkpoint() -> None:
     assert_fused(patched)
 
 
+def test_accelerates_regional_compilation() -> None:
+    """It compiles the head by itself, in a module around it, and shares its parameters."""
+    plain, patched = twins()
+    compile_regions = pytest.importorskip("accelerate", minversion="1.6").utils.compile_regions
+    regional = compile_regions(patched, backend="aot_eager")
+    assert regional.lm_head is not patched.lm_head
+    assert_same_training(
+        patched, plain, batch(), loss_of=lambda model, inputs: (regional if model is patched else model)(**inputs).loss
+    )
+    assert_fused(patched)
+    output = regional(**batch())
+    assert torch.equal(output.logits, plain(**batch()).logits)
+
+
 @pytest.mark.parametrize("compiled", ["forward", "head"])
 def test_compiled_deferred_logits_raise_after_step(compiled: str) -> None:
     model = apply_cce(tiny_llama())
