@@ -45,8 +45,8 @@ FILTER_TOKENS = 2048  # and tokens: as many as fill a GPU with blocks
 ONE_BLOCK_BYTES = 256 << 20
 ONE_PASS_TOKENS = 1024  # tokens per block of a divergence whose gradients are summed over blocks, by default
 MIN_TILES = 512  # tokens from which the kernels, too, multiply for a divergence
-SMALL_LOGITS = 512 << 20  # up to this size, all logits of a divergence in 16 bits are kept by default
-LARGE_LOGITS = 2 << 30  # larger ones are not; blocks of this size are as fast
+# By default, all logits of a divergence in 16 bits are kept up to one of these sizes, depending on what blocks cost.
+SMALL_LOGITS, LARGE_LOGITS = 512 << 20, 2 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -354,7 +354,8 @@ def dispatch_divergence(
     if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
         return workspace, True, multiplies, "keep"
     if tiles and not top_k:
-        if spec.auto_budget and any(spec.needs) and kept <= SMALL_LOGITS:
+        # Blocks compute the logits twice, unless all upstream gradients are equal.
+        if spec.auto_budget and any(spec.needs) and kept <= (SMALL_LOGITS if summed else LARGE_LOGITS):
             return max(workspace, 1 << 30), True, multiplies, "keep"
         if spec.auto_budget:  # for the logits of student and teacher
             budget = sums + ONE_PASS_TOKENS * 2 * p.dtype.itemsize * p.vocab_size

@@ -454,7 +454,8 @@ def test_backward_leaves_the_hidden_states_alone() -> None:
     [
         (8192, 151936, torch.bfloat16, {}, True, "one_pass"),
         (8192, 151936, torch.bfloat16, {}, False, "blocks"),
-        (8192, 32768, torch.bfloat16, {}, False, "keep"),
+        (8192, 100000, torch.bfloat16, {}, False, "keep"),
+        (8192, 100000, torch.bfloat16, {}, True, "one_pass"),
         (400, 151936, torch.bfloat16, {}, True, "keep"),
         (8192, 32768, torch.float32, {"implementation": "triton"}, True, "one_pass"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "256MiB"}, True, "one_pass"),
