@@ -114,8 +114,9 @@ def linear_divergence(
         softcap: the student's softcap, positive, or None to disable.
         reduction: ``"mean"`` over the tokens that are not excluded, ``"sum"`` or ``"none"``.
         num_items_in_batch: with ``"mean"``, divide the sum by this instead.
-        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. A budget in bytes that has no
-            room for float32 sums of the weight's gradient is kept at the price of time: some logits are then computed twice.
+        config: options, of which ``memory_budget`` and ``implementation`` apply; see ``CCEConfig``. If a budget in bytes has no
+            room for float32 sums of the weight's gradient, the kernels compute some logits twice; where they do not run, and
+            for a ``TeacherTopK``, the sums exceed the budget.
 
     Returns:
         A scalar, or [...] for ``reduction="none"`` (zero where masked), in float32 (float64 for float64 inputs). The mean over no

@@ -92,7 +92,7 @@ def _why_not_parallel(module: nn.Module, inside: bool, compiling: bool) -> str |
     """Return why tensor parallelism does not allow deferring the matmul of the head, or of a layer ``inside`` it, or None.
 
     The hooks of torch's ``parallelize_module`` and of transformers 5.0 accept ShardedLogits in place of a DTensor. transformers
-    5.17 to 5.23 replace the forward by a function that checks for the type; 5.8 keeps a plain slice of the weight.
+    5.17 to 5.24 replace the forward by a function that checks for the type; 5.8 keeps a plain slice of the weight.
     """
     own = module.__dict__
     forwards = own.get("forward"), own.get("_old_forward")  # where accelerate's hooks keep the forward that they wrap

@@ -10,6 +10,8 @@ Modules, roughly in the order of a training step:
         exp_products    compute gradients directly from exponentials of all columns
         token_groups    compute gradients in the forward pass, one group of tokens at a time
     rows            compute losses and gradients from rows of full logits, which PyTorch computes
+    divergence      compute divergences and gradients from rows of both models' logits; called by hf_cce.divergence_rows
+        divergence_topk the same for top-k teachers; called by hf_cce.divergence_topk
     filter/         gradient filter; its forward and backward pass are in run
     backward        for each vocabulary slab, reuse cached exponentials or recompute logits, then multiply
     launch_config   choose tile shapes and slab widths for the device
