@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=(*DTYPES, "mixed"), default="bfloat16", help=text)
     text = "memory of the GPU, such as 24GiB (default: of this machine's GPU, or 24GiB)"
     parser.add_argument("--gpu-memory", type=gpu_size, metavar="SIZE", help=text)
-    text = "memory_budget of CCEConfig, such as 256MiB (default: 256MiB for each 8,192 tokens)"
+    text = 'memory_budget of CCEConfig, such as 256MiB (default: as with "auto")'
     parser.add_argument("--memory-budget", type=size, metavar="SIZE", help=text)
 
 
