@@ -19,7 +19,8 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "missed"), 0)  # cce_stats() if disabled
+# cce_stats() if disabled
+_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "read", "missed", "bypassed", "traced"), 0)
 logger = logging.getLogger(__name__)
 
 

@@ -177,7 +177,8 @@ def models(options: argparse.Namespace, out: Output) -> int:
     by_status = {status: [family for family in known if family.status == status] for status in MEANING}
     supported = [family.model_type for family in by_status["supported"]]
     out.print(f"Supported by hf_cce, in transformers {transformers.__version__}: {len(supported)} model types")
-    out.print(textwrap.fill(", ".join(supported), 118, initial_indent="  ", subsequent_indent="  "))
+    indent: Any = {"initial_indent": "  ", "subsequent_indent": "  "}
+    out.print(textwrap.fill(", ".join(supported), 118, break_on_hyphens=False, **indent))
     for status in ("special", "refused"):
         out.print("", f"{status.capitalize()}: {MEANING[status]}")
         out.print(*(f"  {family.model_type}: {family.reason}" for family in by_status[status]))
