@@ -19,6 +19,7 @@ from hf_cce.kernels.filter.select import Selection
 from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
 from hf_cce.matmul import multiply, multiply_add
 
+ALL = slice(None)
 # Rounding errors need a larger sample than filter errors, because a few tokens cause most of them.
 ROUNDED_TOKENS = 4 * MEASURED_TOKENS
 MEASURED_ROWS = 256  # rows of dW
@@ -44,16 +45,12 @@ def estimate_errors(
 
 def relative_errors(report: FilterReport, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> FilterReport:
     """Return ``report`` with each error divided by the norm of its gradient."""
-    relative = {}
-    for gradient, names in (
-        (grad_hidden, ("error", "rounding_error")),
-        (grad_weight, ("weight_error", "rounding_weight_error")),
-    ):
-        errors = {name: getattr(report, name) for name in names if getattr(report, name) is not None}
-        if errors and gradient is not None:
+    pairs = (("error", "rounding_error"), ("weight_error", "rounding_weight_error"))
+    for gradient, names in zip((grad_hidden, grad_weight), pairs, strict=True):
+        if gradient is not None and getattr(report, names[0]) is not None:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            relative.update({name: error / norm for name, error in errors.items()})
-    return report._replace(**relative)
+            report = report._replace(**{name: getattr(report, name) / norm for name in names})
+    return report
 
 
 def sample(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +80,10 @@ def _batches(weights: Tensor, count: int, at_once: int) -> Iterator[tuple[Tensor
 
 @dataclass(frozen=True)
 class _Step:
-    """Filtered step whose error is estimated. In its methods, ``tokens`` are rows, and ``entries`` are in vocabulary order."""
+    """Filtered step whose error is estimated.
+
+    In its methods, ``tokens`` are indices of rows, ``entries`` are vocabulary entries, and either may be ``ALL``.
+    """
 
     saved: SavedForward
     weight: Tensor  # [V, D]
@@ -91,14 +91,9 @@ class _Step:
     selection: Selection
 
     @property
-    def tokens_at_once(self) -> int:
-        """Number of tokens whose float32 logits fit in memory at a time."""
-        return self.saved.workspace.measured_at_once
-
-    @property
     def rows_at_once(self) -> int:
-        """Number of vocabulary entries or tiles, each with one value per token, that fit in the same memory."""
-        return max(1, self.tokens_at_once * len(self.weight) // len(self.saved.hidden))
+        """Number of vocabulary entries or tiles, each with one value per token, that fit in the memory for logits."""
+        return max(1, self.saved.workspace.measured_at_once * len(self.weight) // len(self.saved.hidden))
 
     @property
     def valid(self) -> Tensor:
@@ -110,26 +105,28 @@ class _Step:
         """Mask [T, row blocks] of the dropped tiles."""
         return self.selection.kept.kept_slot < 0
 
+    @property
+    def row_blocks(self) -> Tensor:
+        """Row block of each token, [N]."""
+        return torch.arange(len(self.saved.hidden), device=self.weight.device) // self.saved.plan.block_m
+
     def width(self, tiles: Tensor) -> Tensor:
         """Return the number of columns of each tile; the last one may be narrower."""
         block_n = self.saved.plan.block_n
         return (len(self.weight) - tiles * block_n).clamp_max(block_n)
 
-    def columns(self, entries: Tensor | None) -> Tensor:
-        """Return the columns of some vocabulary entries, int64; None selects all."""
-        inv_vocab_perm = self.saved.vocabulary.inv_vocab_perm
-        return (inv_vocab_perm if entries is None else inv_vocab_perm[entries]).long()
+    def columns(self, entries: Tensor | slice) -> Tensor:
+        """Return the columns of some vocabulary entries, int64."""
+        return self.saved.vocabulary.inv_vocab_perm[entries].long()
 
-    def logits(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
-        """Return h Wᵀ + b of some tokens and vocabulary entries, [R, C] float32; None selects all."""
-        hidden = self.saved.hidden if tokens is None else self.saved.hidden.index_select(0, tokens)
-        weight = self.weight if entries is None else self.weight.index_select(0, entries)
-        z = multiply(hidden, weight.t())
+    def logits(self, tokens: Tensor | slice, entries: Tensor | slice) -> Tensor:
+        """Return h Wᵀ + b of some tokens and vocabulary entries, [R, C] float32."""
+        z = multiply(self.saved.hidden[tokens], self.weight[entries].t())
         if self.saved.bias is not None:
             z += self.saved.bias[self.columns(entries)]
         return z
 
-    def softmax_gradient(self, z: Tensor, tokens: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    def softmax_gradient(self, z: Tensor, tokens: Tensor | slice, lse: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """Return the gradient w.r.t. h Wᵀ + b = ``z`` [R, C] without the label term, and the derivative of the softcap.
 
         Overwrites ``z``. If ``lse`` [R] is None, the softmax is normalized over each row of ``z``.
@@ -144,13 +141,12 @@ class _Step:
         p.mul_(slope).mul_(self.request.grad_lse[tokens, None] * self.saved.logit_scale)
         return p.masked_fill_(~self.valid[tokens, None], 0.0), slope
 
-    def filter_residual(self, tokens: Tensor | None, entries: Tensor | None) -> Tensor:
+    def filter_residual(self, tokens: Tensor | slice, entries: Tensor | slice) -> Tensor:
         """Return the exact minus the filtered gradient of the logits, [R, C] in the dtype of the inputs, without corrections."""
-        z, tiles = self.logits(tokens, entries), self.columns(entries) // self.saved.plan.block_n
-        tokens = torch.arange(len(z), device=z.device) if tokens is None else tokens
-        gradient, _ = self.softmax_gradient(z, tokens, self.saved.lse[tokens])
-        gradient -= self.selection.mass.per_row[tiles, tokens[:, None]] / self.width(tiles).float()
-        dropped = self.dropped[tiles, tokens[:, None] // self.saved.plan.block_m]
+        tiles = self.columns(entries) // self.saved.plan.block_n
+        gradient, _ = self.softmax_gradient(self.logits(tokens, entries), tokens, self.saved.lse[tokens])
+        gradient -= self.selection.mass.per_row.t()[tokens][:, tiles] / self.width(tiles).float()
+        dropped = self.dropped.t()[self.row_blocks[tokens]][:, tiles]
         return gradient.masked_fill_(~dropped, 0.0).to(self.weight.dtype)
 
 
@@ -158,8 +154,8 @@ def _hidden_error(step: _Step) -> Tensor:
     """Estimate the norm of the error of dh from tokens sampled by ``_dropped_energy``."""
     (_, mass, covariance, _), saved = step.selection, step.saved
     total = torch.zeros((), dtype=torch.float32, device=step.weight.device)
-    for tokens, factors in _batches(_dropped_energy(step), MEASURED_TOKENS, step.tokens_at_once):
-        error = multiply(step.filter_residual(tokens, None), step.weight)
+    for tokens, factors in _batches(_dropped_energy(step), MEASURED_TOKENS, step.saved.workspace.measured_at_once):
+        error = multiply(step.filter_residual(tokens, ALL), step.weight)
         if covariance is not None:
             dropped = mass.per_token[:, tokens].sum(0)[:, None] * -saved.logit_scale
             # Hidden states of ignored tokens may be infinite or NaN.
@@ -172,12 +168,11 @@ def _hidden_error(step: _Step) -> Tensor:
 def _dropped_energy(step: _Step) -> Tensor:
     """Return the energy of each token's dropped tiles times its squared upstream gradient, [N]."""
     saved, n = step.saved, len(step.saved.hidden)
-    row_blocks = torch.arange(n, device=step.weight.device) // saved.plan.block_m
     total = torch.zeros(n, device=step.weight.device, dtype=torch.float32)
     for start in range(0, len(saved.tile_lse), step.rows_at_once):
         tiles = slice(start, start + step.rows_at_once)
         energy = (saved.tile_lse[tiles, :n] - saved.lse).exp_().square_().mul_(saved.tile_ratio[tiles, :n])
-        total += energy.masked_fill_(~step.dropped[tiles].index_select(1, row_blocks), 0.0).sum(0)
+        total += energy.masked_fill_(~step.dropped[tiles].index_select(1, step.row_blocks), 0.0).sum(0)
     return torch.where(step.valid, total * step.request.grad_lse.square(), 0.0)
 
 
@@ -188,7 +183,7 @@ def _weight_error(step: _Step) -> Tensor:
     total = torch.zeros((), dtype=torch.float32, device=step.weight.device)
     for columns, factors in _batches(energy, MEASURED_ROWS, step.rows_at_once):
         entries = saved.vocabulary.vocab_perm[columns].long()
-        error = multiply(step.filter_residual(None, entries).t(), saved.hidden)
+        error = multiply(step.filter_residual(ALL, entries).t(), saved.hidden)
         if correction is not None:
             tiles = columns // saved.plan.block_n
             dropped = mass.per_tile.sum(1)[tiles] * -saved.logit_scale / step.width(tiles)
@@ -207,8 +202,10 @@ def _rounding_errors(step: _Step) -> tuple[Tensor, Tensor]:
     saved, request = step.saved, step.request
     expected = torch.where(step.valid, saved.rounding * request.grad_lse.square(), 0.0)
     hidden_error_sq, weight_error_sq = torch.zeros((2,), dtype=torch.float32, device=expected.device).unbind()
-    for tokens, factors in _batches(expected + 0.1 * expected.mean(), ROUNDED_TOKENS, step.tokens_at_once):
-        z = step.logits(tokens, None)
+    for tokens, factors in _batches(
+        expected + 0.1 * expected.mean(), ROUNDED_TOKENS, step.saved.workspace.measured_at_once
+    ):
+        z = step.logits(tokens, ALL)
         changed, rounded_slope = step.softmax_gradient(z.to(step.weight.dtype).float(), tokens, None)
         exact, slope = step.softmax_gradient(z, tokens, saved.lse[tokens])
         changed -= exact
