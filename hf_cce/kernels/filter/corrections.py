@@ -10,13 +10,12 @@ row minus the mean of its tile. A few directions Q explain most of G, so M (Gᵀ
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.filter.order import WeightCorrection, gather_rows
 from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
@@ -26,38 +25,6 @@ CENTERED_BYTES = 16 << 20  # size of the weight rows that are centered at a time
 RANK = tl.constexpr(16)  # the smallest number of columns that a tensor core multiplies
 SUBSPACE_ROUNDS = 3  # each round multiplies by the second moment and orthonormalizes
 NEGLIGIBLE = 1e-13  # added to the diagonal of a Gram matrix of unit vectors, so that dependent vectors give near zero
-
-
-class WeightCorrection(NamedTuple):
-    """Rank-16 correction of dW: ``row_coeffs`` · ``basis``, times the dropped mass of each row."""
-
-    row_coeffs: Tensor  # [V, 16]: Qᵀ δ of each column
-    basis: Tensor  # [16, D]: Qᵀ G
-
-
-@Kernel
-@triton.jit
-def _centered_rows_kernel(
-    weight,  # [V, D]
-    vocab_perm,  # [V padded] int32
-    scale,  # [T]: factor for the rows of each block
-    out,  # [rows, D], written
-    first_block,
-    v,
-    d,
-    stride,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    block = first_block + tl.program_id(0)
-    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (cols < v)[:, None] & (ds < d)[None, :]
-    x = tl.load(weight + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
-    mean = tl.sum(x.to(tl.float32), 0) / tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
-    y = tl.where(mask, (x.to(tl.float32) - mean[None, :]) * tl.load(scale + block), 0.0)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
 
 
 @Kernel
@@ -124,18 +91,14 @@ def dropped_covariance(
     block_n: int,
 ) -> Tensor:
     """Return the covariance [D, D] of weight rows within column blocks, weighted by ``mass``, in the weight's dtype."""
-    (v, d), tiles = weight.shape, mass.numel()
+    d, tiles = weight.shape[1], mass.numel()
     total_mass = mass.sum()
     # The mean of scale² is one. If nothing is dropped, all blocks count equally, because later steps reuse the covariance.
     scale = torch.where(total_mass > 0, mass * tiles / total_mass, 1.0).sqrt()
     total = torch.empty((d, d), device=weight.device, dtype=torch.float32)
-    blocks_at_a_time = max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
-    for first in range(0, tiles, blocks_at_a_time):
-        count = min(blocks_at_a_time, tiles - first)
-        rows = weight.new_empty((count * block_n, d))
-        _centered_rows_kernel[(count, ceil_div(d, 128))](
-            weight, vocab_perm, scale, rows, first, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
-        )
+    size = block_n * max(1, CENTERED_BYTES // (weight.element_size() * block_n * d))
+    for first in range(0, tiles * block_n, size):
+        rows = gather_rows(weight, vocab_perm, first, min(tiles * block_n, first + size), block_n, scale=scale)
         multiply_add(total, rows.t(), rows, first=first == 0)
         del rows  # before the next rows are allocated, and the copy below
     # Later steps reuse the covariance, so it must not retain an infinity or NaN of this step.

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import WeightCorrection
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
@@ -67,11 +66,12 @@ def _sort_by_counting_kernel(
 
 @Kernel
 @triton.jit
-def _permute_rows_kernel(
+def _gather_rows_kernel(
     weight,  # [V, D]
     vocab_perm,  # [V padded] int32
+    scale,  # [T], or None: see ``gather_rows``
     out,  # [columns, D], written
-    means,  # [T, D], written: mean over the rows of each block
+    means,  # [T, D], written unless scale is given
     first_block,
     v,
     d,
@@ -84,9 +84,22 @@ def _permute_rows_kernel(
     ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (cols < v)[:, None] & (ds < d)[None, :]
     x = tl.load(weight + tl.load(vocab_perm + cols).to(tl.int64)[:, None] * stride + ds[None, :], mask=mask, other=0.0)
-    tl.store(out + (cols - first_block * BLOCK_N).to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
     width = tl.minimum(v - block * BLOCK_N, BLOCK_N).to(tl.float32)
-    tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
+    rows = cols - first_block * BLOCK_N
+    if scale is None:
+        tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], x, mask=mask)
+        tl.store(means + block.to(tl.int64) * d + ds, tl.sum(x.to(tl.float32), 0) / width, mask=ds < d)
+    else:
+        mean = tl.sum(x.to(tl.float32), 0) / width
+        y = tl.where(mask, (x.to(tl.float32) - mean[None, :]) * tl.load(scale + block), 0.0)
+        tl.store(out + rows.to(tl.int64)[:, None] * d + ds[None, :], y.to(out.dtype.element_ty), mask=(ds < d)[None, :])
+
+
+class WeightCorrection(NamedTuple):
+    """Rank-16 correction of dW: ``row_coeffs`` · ``basis``, times the dropped mass of each row."""
+
+    row_coeffs: Tensor  # [V, 16]: Qᵀ δ of each column
+    basis: Tensor  # [16, D]: Qᵀ G
 
 
 @dataclass
@@ -144,12 +157,22 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> To
     return TokenOrder(token_perm, columns.index_select(0, token_perm))
 
 
-def permute_rows(weight: Tensor, vocab_perm: Tensor, first: int, stop: int, means: Tensor, block_n: int) -> Tensor:
-    """Return the rows of ``weight`` for columns ``first`` to ``stop``; write the mean of each block to ``means`` [T, D]."""
+def gather_rows(
+    weight: Tensor,  # [V, D]
+    vocab_perm: Tensor,  # [V padded]
+    first: int,  # a multiple of block_n, like the length of ``vocab_perm``
+    stop: int,
+    block_n: int,
+    means: Tensor | None = None,  # [T, D], written unless ``scale`` is given: mean over the rows of each block
+    scale: Tensor | None = None,  # [T], factor of the rows of each block
+) -> Tensor:
+    """Return the rows of ``weight`` for columns ``first`` to ``stop``; with ``scale``, minus their block's mean, and scaled.
+
+    Scaled rows outside V are zero.
+    """
     v, d = weight.shape
     out = weight.new_empty((stop - first, d))
-    _permute_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
-        weight, vocab_perm, out, means, first // block_n, v, d, weight.stride(0),
-        BLOCK_N=block_n, BLOCK_D=128, num_warps=4,
-    )  # fmt: skip
+    _gather_rows_kernel[(ceil_div(stop - first, block_n), ceil_div(d, 128))](
+        weight, vocab_perm, scale, out, means, first // block_n, v, d, weight.stride(0), BLOCK_N=block_n, BLOCK_D=128
+    )
     return out

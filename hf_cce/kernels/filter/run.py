@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction, mass_weighted_hidden
 from hf_cce.kernels.filter.error import estimate_errors, relative_errors
-from hf_cce.kernels.filter.order import Vocabulary, permute_rows, sort_tokens, sort_vocabulary
+from hf_cce.kernels.filter.order import Vocabulary, gather_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.filter.select import DroppedMass, Selection, dropped_mass, select
 from hf_cce.kernels.filter.sparse import multiply_kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, plan_workspace
@@ -116,7 +116,7 @@ def _forward(
     for first in range(0, v, workspace.slab):
         sorted_weight = slab = None  # free the previous slab
         stop, block = min(v, first + workspace.slab), first // plan.block_n
-        sorted_weight = permute_rows(weight, vocab_perm, first, stop, means, plan.block_n)
+        sorted_weight = gather_rows(weight, vocab_perm, first, stop, plan.block_n, means)
         slab = sorted_inputs._replace(weight=sorted_weight, bias=None if bias is None else bias[first:stop])
         slab_tiles = TileStats(*(None if stat is None else stat[block:] for stat in tiles))  # type: ignore[arg-type]
         tile_stats(slab, slab_tiles, label, plan, first)

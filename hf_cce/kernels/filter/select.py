@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import WeightCorrection
+from hf_cce.kernels.filter.order import WeightCorrection
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel

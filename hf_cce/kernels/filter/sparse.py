@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import RANK, WeightCorrection
+from hf_cce.kernels.filter.corrections import RANK
+from hf_cce.kernels.filter.order import WeightCorrection
 from hf_cce.kernels.filter.select import Kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, SavedForward
 from hf_cce.kernels.inputs import scale_and_softcap
