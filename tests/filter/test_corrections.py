@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from hf_cce.kernels.filter import corrections
 from hf_cce.kernels.filter import run as filter_run
-from hf_cce.kernels.filter.corrections import mass_weighted_hidden
+from hf_cce.kernels.filter.corrections import mass_weighted, write_mass_weighted_columns
 
 BLOCK = 128 if DEVICE == "cuda" else 32
 
@@ -67,12 +67,12 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
     )
     weight = torch.randn(v, d, generator=g).to(DEVICE)
     tiles = -(-v // BLOCK)
-    mass = (torch.rand(tiles, n, generator=g) * sign * 1e-5).to(DEVICE)
+    mass = (torch.rand(n, generator=g) * sign * 1e-5).to(DEVICE)
     places = torch.randperm(v, generator=g).to(DEVICE)
     in_tiles = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
-        m, h = mass.to(dtype).sum(0), hidden.to(dtype)
+        m, h = mass.to(dtype), hidden.to(dtype)
         moment = (h * m[:, None]).t() @ h / m.sum()
         return torch.cat([rows - rows.mean(0) for rows in weight[places].to(dtype).split(BLOCK)]) @ moment
 
@@ -90,10 +90,10 @@ def test_weight_correction_is_close_to_the_best_of_its_rank() -> None:
     hidden = (torch.randn(400, 64, generator=g) / torch.arange(1, 65)).to(DEVICE)
     weight = torch.randn(300, 64, generator=g).to(DEVICE)
     order = torch.nn.functional.pad(torch.arange(300), (0, -300 % BLOCK)).int().to(DEVICE)
-    mass = torch.rand(-(-300 // BLOCK), 400, generator=g).to(DEVICE)
+    mass = torch.rand(400, generator=g).to(DEVICE)
     means = torch.stack([rows.mean(0) for rows in weight.split(BLOCK)])
     found = corrections.make_weight_correction(hidden, weight, order, means, mass, BLOCK)
-    m = mass.double().sum(0)
+    m = mass.double()
     moment = (hidden.double() * m[:, None]).t() @ hidden.double() / m.sum()
     rows = torch.cat([r - r.mean(0) for r in weight.double().split(BLOCK)])
     exact = rows @ moment
@@ -151,13 +151,13 @@ def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPa
 def test_non_finite_ignored_tokens_do_not_affect_other_gradients() -> None:
     """As in plain PyTorch: the gradient of an ignored token's hidden state is zero, whatever its value."""
     hidden = torch.randn(40, 24, device=DEVICE)
-    mass = torch.rand(3, 40, device=DEVICE)
-    hidden[7], hidden[8], mass[:, 7:9] = float("nan"), float("inf"), 0.0
-    expected = hidden.double() * (mass.double().sum(0) * 0.5)[:, None]
+    mass = torch.rand(40, device=DEVICE)
+    hidden[7], hidden[8], mass[7:9] = float("nan"), float("inf"), 0.0
+    expected = hidden.double() * (mass.double() * 0.5)[:, None]
     expected[7:9] = 0.0
-    baseline = (hidden * (mass.sum(0) * 0.5)[:, None]).nan_to_num(0.0)
-    found = mass_weighted_hidden(hidden, mass, 0.5)
+    baseline = (hidden * (mass * 0.5)[:, None]).nan_to_num(0.0)
+    found = mass_weighted(hidden, mass * 0.5)
     assert_accurate(found, baseline, expected, "rows")
     columns = torch.full((24, 48), float("nan"), device=DEVICE)
-    mass_weighted_hidden(hidden, mass, 0.5, columns[:, :40])
+    write_mass_weighted_columns(hidden, mass, 0.5, columns[:, :40])
     assert torch.equal(columns[:, :40], found.t()) and not columns[:, 40:].any()

@@ -29,46 +29,28 @@ NEGLIGIBLE = 1e-13  # added to the diagonal of a Gram matrix of unit vectors, so
 
 @Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
-def _mass_weighted_hidden_kernel(
+def _mass_weighted_columns_kernel(
     hidden,  # [N, D]
-    mass,  # [G, N]: see DroppedMass.per_token
-    out,  # [N, D], written; if TRANSPOSED, [D, N] with zeros from N up to the stride
+    mass,  # [N]
+    out,  # [D, N], written, with zeros from N up to the stride
     num_tokens,
     d,
     hidden_stride,
-    tile_stride,
     out_stride,
-    num_tiles,
     logit_scale,
-    TRANSPOSED: tl.constexpr,
-    ABSOLUTE: tl.constexpr,  # use |mass|; the sign of the mass is that of the token's upstream gradient
     BLOCK_M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,  # columns per program
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = rows < num_tokens
-    total = tl.zeros((BLOCK_T, BLOCK_M), tl.float32)
-    for first in range(0, num_tiles, BLOCK_T):
-        tiles = first + tl.arange(0, BLOCK_T)
-        inside = (tiles < num_tiles)[:, None] & in_rows[None, :]
-        total += tl.load(mass + tiles.to(tl.int64)[:, None] * tile_stride + rows[None, :], mask=inside, other=0.0)
-    factor = tl.sum(total, 0) * logit_scale
-    if ABSOLUTE:
-        factor = tl.abs(factor)
-    for first in range(0, SPAN, BLOCK_D):
-        ds = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK_D)
-        mask = in_rows[:, None] & (ds < d)[None, :]
-        x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
-        # Hidden states of ignored tokens may be infinite or NaN.
-        y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
-        if TRANSPOSED:
-            # Write zeros up to the stride: with a mask by num_tokens, stores would not be vectorized.
-            to = out + ds.to(tl.int64)[:, None] * out_stride + rows[None, :]
-            tl.store(to, tl.trans(y), mask=(ds < d)[:, None] & (rows < out_stride)[None, :])
-        else:
-            tl.store(out + rows.to(tl.int64)[:, None] * out_stride + ds[None, :], y, mask=mask)
+    ds = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    factor = tl.load(mass + rows, mask=in_rows, other=0.0) * logit_scale
+    mask = in_rows[:, None] & (ds < d)[None, :]
+    x = tl.load(hidden + rows.to(tl.int64)[:, None] * hidden_stride + ds[None, :], mask=mask, other=0.0)
+    y = tl.where(factor[:, None] == 0.0, 0.0, x.to(tl.float32) * factor[:, None])
+    # Zeros are written up to the stride: with a mask by num_tokens, stores would not be vectorized.
+    to = out + ds.to(tl.int64)[:, None] * out_stride + rows[None, :]
+    tl.store(to, tl.trans(y.to(out.dtype.element_ty)), mask=(ds < d)[:, None] & (rows < out_stride)[None, :])
 
 
 def correction_bytes(shape: Shape, need_weight: bool) -> int:
@@ -105,23 +87,21 @@ def dropped_covariance(
     return total.div_(tiles * block_n).to(weight.dtype).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def mass_weighted_hidden(
-    hidden: Tensor, mass: Tensor, logit_scale: float, columns: Tensor | None = None, absolute: bool = False
-) -> Tensor:
-    """Return each hidden state times the mass of its dropped tiles, [N, D] in the dtype of ``hidden``.
+def mass_weighted(hidden: Tensor, mass: Tensor) -> Tensor:
+    """Return each hidden state [N, D] times the ``mass`` [N] of its dropped tiles, in the dtype of ``hidden``.
 
-    Args:
-        hidden: [N, D].
-        mass: [G, N], summed over G: see ``DroppedMass.per_token``.
-        columns: [D, N]; if given, the transposed result is written here, with zeros from N up to the stride.
-        absolute: use the absolute value of the mass.
+    Where the mass is zero, as for ignored tokens, the result is zero even if the hidden state is infinite or NaN.
     """
-    (n, d), out = hidden.shape, torch.empty_like(hidden) if columns is None else columns
-    _mass_weighted_hidden_kernel[(ceil_div(n, 32), ceil_div(d, 512))](
-        hidden, mass, out, n, d, hidden.stride(0), mass.stride(0), out.stride(0), mass.shape[0], logit_scale,
-        TRANSPOSED=columns is not None, ABSOLUTE=absolute, BLOCK_M=32, BLOCK_T=64, BLOCK_D=128, SPAN=512,
-    )  # fmt: skip
-    return out
+    out = torch.mul(hidden, mass[:, None], out=torch.empty_like(hidden))
+    return out.masked_fill_(mass[:, None] == 0.0, 0.0)
+
+
+def write_mass_weighted_columns(hidden: Tensor, mass: Tensor, logit_scale: float, out: Tensor) -> None:
+    """Write ``mass_weighted(hidden, mass · logit_scale)``, transposed, to ``out`` [D, N], with zeros from N up to the stride."""
+    n, d = hidden.shape
+    _mass_weighted_columns_kernel[(ceil_div(n, 32), ceil_div(d, 128))](
+        hidden, mass, out, n, d, hidden.stride(0), out.stride(0), logit_scale, BLOCK_M=32, BLOCK_D=128
+    )
 
 
 def make_weight_correction(
@@ -129,19 +109,18 @@ def make_weight_correction(
     weight: Tensor,  # [V, D]
     vocab_perm: Tensor,  # [V padded]
     means: Tensor,  # [T, D]: mean rows of the column blocks
-    mass: Tensor,  # [G, N]: see ``DroppedMass.per_token``
+    mass: Tensor,  # [N]: see ``DroppedMass.per_token``
     block_n: int,
 ) -> WeightCorrection:
     """Compute the correction of dW by subspace iteration on the second moment; it is zero if nothing is dropped."""
     (v, d), size = weight.shape, RANK.value
-    weighted = mass_weighted_hidden(hidden, mass, 1.0, absolute=True)
+    mass = mass.abs()  # otherwise tokens whose gradients differ in sign would cancel
+    weighted = mass_weighted(hidden, mass)
     moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)
     multiply_add(moment, weighted.t(), hidden, first=True)
     del weighted
-    # Weighted by absolute mass, because tokens whose gradients differ in sign would cancel.
-    total = torch.linalg.vector_norm(mass, 1, dtype=torch.float32)
     # Later steps reuse the correction. Replace the NaN of a zero total here, and those from a non-finite weight at the end.
-    moment.div_(total).nan_to_num_(0.0, 0.0, 0.0)
+    moment.div_(mass.sum()).nan_to_num_(0.0, 0.0, 0.0)
     sampled_columns = torch.arange(size, device=weight.device) * d // size
     directions = _orthonormal(moment.index_select(1, sampled_columns))
     for _ in range(SUBSPACE_ROUNDS - 1):

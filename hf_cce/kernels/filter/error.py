@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_cce.kernels.filter.corrections import mass_weighted
 from hf_cce.kernels.filter.select import Selection
 from hf_cce.kernels.filter.workspace import MEASURED_TOKENS, BackwardRequest, FilterReport, SavedForward
 from hf_cce.matmul import multiply, multiply_add
@@ -157,10 +158,8 @@ def _hidden_error(step: _Step) -> Tensor:
     for tokens, factors in _batches(_dropped_energy(step), MEASURED_TOKENS, step.saved.workspace.measured_at_once):
         error = multiply(step.filter_residual(tokens, ALL), step.weight)
         if covariance is not None:
-            dropped = mass.per_token[:, tokens].sum(0)[:, None] * -saved.logit_scale
-            # Hidden states of ignored tokens may be infinite or NaN.
-            weighted = torch.where(dropped == 0.0, 0.0, saved.hidden[tokens] * dropped)
-            multiply_add(error, weighted.to(covariance.dtype), covariance)
+            weighted = mass_weighted(saved.hidden[tokens], mass.per_token[tokens] * -saved.logit_scale)
+            multiply_add(error, weighted, covariance)
         total = total + (error.square().sum(1) * factors).sum()
     return total.sqrt()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction, mass_weighted_hidden
+from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction, write_mass_weighted_columns
 from hf_cce.kernels.filter.error import estimate_errors, relative_errors
 from hf_cce.kernels.filter.order import Vocabulary, gather_rows, sort_tokens, sort_vocabulary
 from hf_cce.kernels.filter.select import DroppedMass, Selection, dropped_mass, select
@@ -198,6 +198,8 @@ def _add_dropped_to_hidden(
     """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance."""
     means = saved.means
     if covariance is not None:  # one product for both terms: a second one would read and write all of ``total`` again
-        mass_weighted_hidden(saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[means.shape[0] :])
+        write_mass_weighted_columns(
+            saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[len(means) :]
+        )
         means = torch.cat((means, covariance))
     multiply_add(total, mass.per_row_extended.t(), means, first=True)

@@ -239,7 +239,7 @@ def _mass_kernel(
     mass,  # [T, N], written: DroppedMass.per_row
     probability,  # [T, row blocks], written: DroppedMass.probability
     tile_mass,  # [T, row blocks], written: DroppedMass.per_tile
-    token_mass,  # [T / GROUP, N], written: DroppedMass.per_token
+    group_mass,  # [T / GROUP, N], written: sums of ``mass`` over groups of column blocks
     tile_stride,
     num_tokens,
     num_row_blocks,
@@ -269,7 +269,7 @@ def _mass_kernel(
         p *= tl.where(valid[None, :], tl.load(tile_damping + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     p *= g[None, :]
     tl.store(tile_mass + sums, tl.sum(p, 1), mask=in_blocks)
-    tl.store(token_mass + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
+    tl.store(group_mass + tl.program_id(1) * tile_stride + rows, tl.sum(p, 0), mask=in_rows)
     tl.store(mass + at, p, mask=in_blocks[:, None] & in_rows[None, :])
 
 
@@ -344,7 +344,7 @@ class DroppedMass(NamedTuple):
     per_row_extended: Tensor  # [T + extra_rows, N]: ``per_row`` followed by uninitialized rows in the same memory
     probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
     per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
-    per_token: Tensor  # [T / MASS_GROUP, N] float32: sums of ``per_row`` over groups of column blocks
+    per_token: Tensor  # [N] float32: sum of ``per_row``
 
 
 def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: int) -> DroppedMass:
@@ -353,13 +353,13 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: 
     device = saved.lse.device
     mass = torch.empty((cols + extra_rows, padded(n)), dtype=saved.hidden.dtype, device=device)
     probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
-    per_token = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
-    _mass_kernel[(rows, len(per_token))](
+    group_mass = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
+    _mass_kernel[(rows, len(group_mass))](
         saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
-        per_tile, per_token, padded(n), n, rows, cols, v, saved.logit_scale,
+        per_tile, group_mass, padded(n), n, rows, cols, v, saved.logit_scale,
         BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
-    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token[:, :n])
+    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, group_mass[:, :n].sum(0))
 
 
 class Selection(NamedTuple):
