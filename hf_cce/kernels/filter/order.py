@@ -18,22 +18,20 @@ from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
 
 SAMPLE_TOKENS = 1024  # tokens sampled for the average logits
-EXACT_COLUMNS = 1 << 14  # tokens with labels beyond these columns are sorted by blocks of 128 columns
-MAX_VOCAB_16BIT_KEYS = 128 * (1 << 14)  # largest vocabulary for 16-bit sort keys
+EXACT_COLUMNS = tl.constexpr(1 << 14)  # tokens with labels beyond these columns are sorted by blocks of 128 columns
 MAX_COUNTING_SORT_TOKENS = 1 << 13  # up to this many tokens, counting smaller keys is faster than sorting
 
 
 @Kernel
 @triton.jit(do_not_specialize=["ignore_index", "num_tokens"])
-def _sort_keys_kernel(
-    labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, EXACT_COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sort_keys_kernel(labels, inv_vocab_perm, columns, keys, num_tokens, v, ignore_index, BLOCK: tl.constexpr):
     """Write the column of each label (V if ignored), and the sort keys of ``sort_tokens``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + at, mask=at < num_tokens, other=ignore_index)
     in_vocab = (label != ignore_index) & (label >= 0) & (label < v)
     column = tl.load(inv_vocab_perm + label, mask=in_vocab, other=v)
     key = tl.minimum(column, EXACT_COLUMNS) + tl.maximum(column - EXACT_COLUMNS, 0) // 128
+    key = tl.minimum(key, 32766)  # of more than 2 million columns, the last ones are one block
     tl.store(columns + at, column, mask=at < num_tokens)
     tl.store(keys + at, tl.where(in_vocab, key, key + 1), mask=at < num_tokens)
 
@@ -140,13 +138,11 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> To
     """
     n, v = labels.numel(), vocabulary.inv_vocab_perm.numel()
     columns = torch.empty(n, dtype=torch.int32, device=labels.device)
-    has_16bit_keys = v < MAX_VOCAB_16BIT_KEYS
-    keys = torch.empty(n, dtype=torch.int16 if has_16bit_keys else torch.int32, device=labels.device)
+    keys = torch.empty(n, dtype=torch.int16, device=labels.device)
     _sort_keys_kernel[(ceil_div(n, 1024),)](
-        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index,
-        EXACT_COLUMNS=EXACT_COLUMNS if has_16bit_keys else v, BLOCK=1024,
-    )  # fmt: skip
-    if n <= MAX_COUNTING_SORT_TOKENS and has_16bit_keys:
+        labels, vocabulary.inv_vocab_perm, columns, keys, n, v, ignore_index, BLOCK=1024
+    )
+    if n <= MAX_COUNTING_SORT_TOKENS:
         token_perm = torch.empty(n, dtype=torch.int64, device=labels.device)
         ordered = torch.empty_like(columns)
         _sort_by_counting_kernel[(ceil_div(n, 16),)](
