@@ -130,8 +130,7 @@ def _forward(
 def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest) -> tuple[Selection, FilterReport]:
     """Choose the tiles to keep; the report's errors are absolute until ``relative_errors`` divides them."""
     vocabulary, block_n = saved.vocabulary, saved.plan.block_n
-    # The range of float16 is too small for the corrections.
-    corrected = saved.workspace.corrected and saved.hidden.dtype != torch.float16
+    corrected = saved.workspace.corrected
     correct_hidden, correct_weight = corrected and request.need_hidden, corrected and request.need_weight
     kept = select(saved, request.tau, request.by_rounding)
     mass = dropped_mass(saved, kept, request.grad_lse, extra_rows=weight.shape[1] if correct_hidden else 0)
