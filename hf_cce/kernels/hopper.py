@@ -60,25 +60,6 @@ def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: g
 
 
 @gluon.jit
-def _load_tile(
-    hidden, weight, h_ring, w_ring, ready, free, row, col, depth, stage, phase,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    for k in range(0, depth, BLOCK_K):
-        mbarrier.wait(free.index(stage), phase)
-        # `pred` is always true. Without a use of `depth` inside the loop, Triton 3.6 drops `depth` from the caller's loop over
-        # tiles: all tiles get the first one's depth, and the program hangs.
-        mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
-        _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
-        _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
 def _producer(
     hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
@@ -89,10 +70,18 @@ def _producer(
         row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
         depth = next_depth
         next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
-        stage, phase = _load_tile(
-            hidden, weight, h_ring, w_ring, ready, free, row_block * BLOCK_M, first_col + col_block * BLOCK_N, depth,
-            stage, phase, BLOCK_K, STAGES,
-        )  # fmt: skip
+        row, col = row_block * BLOCK_M, first_col + col_block * BLOCK_N
+        for k in range(0, depth, BLOCK_K):
+            mbarrier.wait(free.index(stage), phase)
+            # `pred` is always true. Without a use of `depth` inside the loop, Triton 3.6 drops `depth` from the loop over tiles:
+            # all tiles get the first one's depth, and the program hangs.
+            mbarrier.expect(ready.index(stage), hidden.block_type.nbytes + weight.block_type.nbytes, pred=k < depth)
+            _load_block(hidden, [row, k], ready.index(stage), h_ring.index(stage))
+            _load_block(weight, [col, k], ready.index(stage), w_ring.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
 
 
 @gluon.jit
