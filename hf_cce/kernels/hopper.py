@@ -29,10 +29,14 @@ from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, num_sms, padded
 from hf_cce.kernels.launcher import Kernel
 
-BLOCK_M = 128  # tokens of a tile, which share one flag in ``active``
-BLOCK_N = 256
-BLOCK_K = 32  # small, so that shared memory holds many stages, and one group can be further ahead of the other
-STORE_N = 64  # columns of one TMA store
+BLOCK_M = gl.constexpr(128)  # tokens of a tile, which share one flag in ``active``
+ROWS = gl.constexpr(64)  # of these, tokens of each group
+BLOCK_N = gl.constexpr(256)
+# Small, so that shared memory holds many stages, and one group can be further ahead of the other.
+BLOCK_K, STAGES = gl.constexpr(32), gl.constexpr(8)
+GROUP_M = gl.constexpr(64)  # row blocks that share weight tiles in L2
+STORE_N = gl.constexpr(64)  # columns of one TMA store
+STORE_BUFFERS = gl.constexpr(2)  # staging buffers of each group
 # Registers per thread of the two groups. With 24 for the warp that loads, this is all a multiprocessor has.
 REGISTERS = gl.constexpr(240)
 
@@ -43,7 +47,7 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # for the warps of
 
 
 @gluon.jit
-def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
+def _position(tile, num_row_blocks, num_col_blocks):
     """Return (row block, column block) like hf_cce.kernels.tiles.tile_position."""
     per_group = GROUP_M * num_col_blocks
     group = tile // per_group
@@ -53,23 +57,22 @@ def _position(tile, num_row_blocks, num_col_blocks, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size, GROUP_M: gl.constexpr):
+def _depth(active, tile, num_row_blocks, num_col_blocks, hidden_size):
     """Return the hidden size, or 0 if nothing is to be multiplied: all tokens are ignored, or the tile is beyond the last one."""
-    row_block, _ = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+    row_block, _ = _position(tile, num_row_blocks, num_col_blocks)
     return gl.load(active + row_block, mask=tile < num_row_blocks * num_col_blocks, other=0) * hidden_size
 
 
 @gluon.jit
 def _producer(
-    hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
+    hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size
+):
     stage, phase = 0, 1  # with phase 1, the first wait for each stage returns at once
-    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
-        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks)
         depth = next_depth
-        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size)
         row, col = row_block * BLOCK_M, first_col + col_block * BLOCK_N
         for k in range(0, depth, BLOCK_K):
             mbarrier.wait(free.index(stage), phase)
@@ -85,10 +88,7 @@ def _producer(
 
 
 @gluon.jit
-def _multiply(
-    acc, h_ring, w_ring, ready, free, stage, phase, depth,
-    WARP_GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _multiply(acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP: gl.constexpr):
     previous_stage = 0
     for k in range(0, depth, BLOCK_K):
         mbarrier.wait(ready.index(stage), phase)
@@ -109,9 +109,8 @@ def _multiply(
 
 @gluon.jit
 def _tile_statistics(
-    z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio,
-    STAT_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+    z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, STAT_N: gl.constexpr
+):
     """Write the statistics of _tile_stats_kernel for tiles of STAT_N columns; return exp(z − maximum) and the maxima."""
     STAT_TILES: gl.constexpr = BLOCK_N // STAT_N
     z = z.reshape([ROWS, STAT_TILES, STAT_N])
@@ -134,17 +133,15 @@ def _tile_statistics(
 
 
 @gluon.jit
-def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr, STORE_N: gl.constexpr):
-    """Store ``value`` [ROWS, BLOCK_N] to ``out``, STORE_N columns at a time, through the group's buffers in ``staging``."""
-    ROWS: gl.constexpr = value.shape[0]
-    BLOCK_N: gl.constexpr = value.shape[1]
-    if BLOCK_N > STORE_N:
-        left, right = value.reshape([ROWS, 2, BLOCK_N // 2]).permute((0, 2, 1)).split()
-        _store(left, out, row, col, staging, WARP_GROUP, STORE_N)
-        _store(right, out, row, col + BLOCK_N // 2, staging, WARP_GROUP, STORE_N)
+def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr):
+    """Store ``value`` [ROWS, COLS] to ``out``, STORE_N columns at a time, through the group's buffers in ``staging``."""
+    COLS: gl.constexpr = value.shape[1]
+    if COLS > STORE_N:
+        left, right = value.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)).split()
+        _store(left, out, row, col, staging, WARP_GROUP)
+        _store(right, out, row, col + COLS // 2, staging, WARP_GROUP)
     else:
         # Before the buffer is overwritten, its previous store must have read it, and all warps of the group must know that.
-        STORE_BUFFERS: gl.constexpr = staging.shape[0] // 2
         here = WARP_GROUP * STORE_BUFFERS + col // STORE_N % STORE_BUFFERS
         tma.store_wait(STORE_BUFFERS - 1)
         _barrier()
@@ -158,18 +155,16 @@ def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr, STORE_N: gl.
 def _consumer(
     h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
-    STAT_N: gl.constexpr, MASKED: gl.constexpr, WARP_GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STORE_N: gl.constexpr,
+    STAT_N: gl.constexpr, MASKED: gl.constexpr, WARP_GROUP: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = BLOCK_M // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
-    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+    next_depth = _depth(active, gl.program_id(0), num_row_blocks, num_col_blocks, hidden_size)
     for tile in range(gl.program_id(0), num_row_blocks * num_col_blocks, gl.num_programs(0)):
-        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks, GROUP_M)
+        row_block, col_block = _position(tile, num_row_blocks, num_col_blocks)
         depth = next_depth
-        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size, GROUP_M)
+        next_depth = _depth(active, tile + gl.num_programs(0), num_row_blocks, num_col_blocks, hidden_size)
         row, col = row_block * BLOCK_M + WARP_GROUP * ROWS, first_col + col_block * BLOCK_N
         rows = row + gl.arange(0, ROWS, ROW)
         in_rows = rows < num_tokens
@@ -187,9 +182,7 @@ def _consumer(
             # would take LLVM much longer to compile.
             inside = (col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ACC)) < vocab_size)[None, :]
             acc = gl.where(inside, acc, float("-inf"))
-        z, stage, phase = _multiply(
-            acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP, ROWS, BLOCK_K, STAGES
-        )
+        z, stage, phase = _multiply(acc, h_ring, w_ring, ready, free, stage, phase, depth, WARP_GROUP)
         if logit_scale is not None:
             z *= logit_scale
             if MASKED:  # the scale may be zero or negative
@@ -201,8 +194,8 @@ def _consumer(
                 value *= logit_scale
         else:
             e, top = _tile_statistics(
-                z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, STAT_N, ROWS, BLOCK_N,
-            )  # fmt: skip
+                z, row, col_block, vocab_size, num_tokens, tile_stride, tile_lse, tile_ratio, STAT_N
+            )
             if label_logit is not None:
                 BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, e.type.layout))
                 # An infinite label logit makes the stored value zero for ignored tokens.
@@ -211,7 +204,7 @@ def _consumer(
                 value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
         if out is not None:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
-                _store(value.to(out.dtype), out, row, col_block * BLOCK_N, staging, WARP_GROUP, STORE_N)
+                _store(value.to(out.dtype), out, row, col_block * BLOCK_N, staging, WARP_GROUP)
     if out is not None:
         tma.store_wait(0)
 
@@ -229,7 +222,7 @@ def _hopper_tiles_kernel(
     label_logit,  # [N] if exponentials are written to out, else None
     tile_lse,  # written unless grad_lse is given: see _tile_stats_kernel
     tile_ratio,  # likewise, or None
-    out,  # [N, out_width] descriptor of blocks [BLOCK_M / 2, STORE_N], written: see ``launch``; or None
+    out,  # [N, out_width] descriptor of blocks [ROWS, STORE_N], written: see ``launch``; or None
     out_width,
     tile_stride,
     num_tokens,
@@ -241,13 +234,6 @@ def _hopper_tiles_kernel(
     logit_scale,
     STAT_N: gl.constexpr,
     MASKED: gl.constexpr,  # a tile of statistics may reach beyond the vocabulary
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STORE_N: gl.constexpr,  # columns of one TMA store
-    STORE_BUFFERS: gl.constexpr,  # staging buffers of each group
 ):
     h_ring = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
@@ -257,7 +243,7 @@ def _hopper_tiles_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     if out is not None:
-        staging = gl.allocate_shared_memory(out.dtype, [2 * STORE_BUFFERS, BLOCK_M // 2, STORE_N], out.layout)
+        staging = gl.allocate_shared_memory(out.dtype, [2 * STORE_BUFFERS, ROWS, STORE_N], out.layout)
     else:
         staging = h_ring  # not used
     num_row_blocks, num_col_blocks = gl.cdiv(num_tokens, BLOCK_M), gl.cdiv(width, BLOCK_N)
@@ -266,16 +252,15 @@ def _hopper_tiles_kernel(
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, STAT_N, MASKED, 0, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, MASKED, 0,
             )),
             (_consumer, (
                 h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
-                ignore_index, logit_scale, STAT_N, MASKED, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_N,
+                ignore_index, logit_scale, STAT_N, MASKED, 1,
             )),
             (_producer, (
                 hidden, weight, h_ring, w_ring, ready, free, active, num_row_blocks, num_col_blocks, first_col, hidden_size,
-                BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -299,22 +284,20 @@ def launch(
     out: Tensor | None,  # [N, ·], written: the gradient of the logits if ``grads`` is given, else values of exp_cache
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,  # written
-    stat_n: int = BLOCK_N,  # columns of one of ``tiles``: 128 or 256
+    stat_n: int = BLOCK_N.value,  # columns of one of ``tiles``: 128 or 256
 ) -> None:
     """Compute ``forward.tile_stats``, or with ``grads`` ``backward.write_logit_gradient`` without the label term."""
-    n, d, v, _ = inputs.shape
-    assert BLOCK_N % stat_n == 0
-    assert label.active is not None and label.active.numel() >= ceil_div(n, BLOCK_M)
+    (n, d, v, _), block_m, block_n, block_k = inputs.shape, BLOCK_M.value, BLOCK_N.value, BLOCK_K.value
+    assert label.active is not None and label.active.numel() >= ceil_div(n, block_m)
     label_logit = None if out is None or grads is not None else label.logit
     lse, grad_lse = (None, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
-    masked = grads is None and (start % BLOCK_N > 0 or v % BLOCK_N > 0)
+    masked = grads is None and (start % block_n > 0 or v % block_n > 0)
     # Unused strides are 16 because Triton compiles another version of the kernel for numbers that 16 does not divide.
     out_width, tile_stride = 16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n)
-    _hopper_tiles_kernel[(min(num_sms(inputs.hidden), ceil_div(n, BLOCK_M) * ceil_div(stop - start, BLOCK_N)),)](
-        _descriptor(inputs.hidden, BLOCK_M, BLOCK_K), _descriptor(inputs.weight, BLOCK_N, BLOCK_K), label.active,
+    _hopper_tiles_kernel[(min(num_sms(inputs.hidden), ceil_div(n, block_m) * ceil_div(stop - start, block_n)),)](
+        _descriptor(inputs.hidden, block_m, block_k), _descriptor(inputs.weight, block_n, block_k), label.active,
         None if out is None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
-        None if out is None else _descriptor(out, BLOCK_M // 2, STORE_N), out_width, tile_stride, n, v, start, stop - start, d,
-        inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, STAGES=8, GROUP_M=64, STORE_N=STORE_N, STORE_BUFFERS=2, num_warps=4,
+        None if out is None else _descriptor(out, ROWS.value, STORE_N.value), out_width, tile_stride, n, v, start, stop - start,
+        d, inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, num_warps=4,
     )  # fmt: skip

@@ -77,7 +77,7 @@ def kernel_name(function: Any) -> str:
 
 def has_matmul(function: Any) -> bool:
     """Return True if a kernel has a matrix product, so that its tiles and resource usage depend on the dtype."""
-    return any(p.name in ("PRECISION", "STAGES") for p in function.params)
+    return any(p.name in ("PRECISION", "STAT_N") for p in function.params)
 
 
 def compile_all(arch: int, done: Callable[[str, Callable[[], Any]], None]) -> None:
