@@ -101,7 +101,6 @@ class FilterPlan(Plan):
     """Tiles of the filtered loss, and launch configuration of the kernels over kept tiles (hf_cce.kernels.filter.sparse)."""
 
     programs: int  # programs that share the kept tiles
-    tile_warps: int  # of the kernel that computes the kept tiles
     for_hidden: ProductPlan
     for_weight: ProductPlan
 
@@ -117,18 +116,15 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
     if hidden.shape[1] * hidden.element_size() % 16:  # rows of the sorted, contiguous copies are not aligned
         plan = replace(plan, use_tma=False, hopper=False)
     if hidden.device.type == "cpu":
-        programs, tile_warps = 3, 1
-        for_hidden, for_weight = ProductPlan(16, 32, 1), ProductPlan(16, 64, 1)
+        programs, for_hidden, for_weight = 3, ProductPlan(16, 32, 1), ProductPlan(16, 64, 1)
     elif not plan.use_tma:
-        plan, programs, tile_warps = replace(plan, block_n=128), 2 * num_sms(hidden), 8
+        plan, programs = replace(plan, block_n=128, num_warps=8), 2 * num_sms(hidden)
         for_hidden = for_weight = ProductPlan(32, 128, 8)
     else:
-        plan, programs, tile_warps = replace(plan, block_n=128, num_warps=4, num_stages=3), 2 * num_sms(hidden), 4
+        plan, programs = replace(plan, block_n=128, num_warps=4, num_stages=3), 2 * num_sms(hidden)
         for_hidden = ProductPlan(64, 128, 4, num_stages=5)
         for_weight = ProductPlan(64, 256, 8) if hidden.shape[1] % 256 == 0 else ProductPlan(64, 128, 4)
-    return FilterPlan(
-        **vars(plan), programs=programs, tile_warps=tile_warps, for_hidden=for_hidden, for_weight=for_weight
-    )
+    return FilterPlan(**vars(plan), programs=programs, for_hidden=for_hidden, for_weight=for_weight)
 
 
 def _allows_tf32() -> bool:

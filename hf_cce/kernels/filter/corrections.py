@@ -19,7 +19,7 @@ from hf_cce.kernels.filter.order import WeightCorrection, gather_rows
 from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import ceil_div
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.matmul import multiply_add
+from hf_cce.matmul import multiply, multiply_add
 
 CENTERED_BYTES = 16 << 20  # size of the weight rows that are centered at a time
 RANK = tl.constexpr(16)  # the smallest number of columns that a tensor core multiplies
@@ -113,26 +113,18 @@ def make_weight_correction(
     block_n: int,
 ) -> WeightCorrection:
     """Compute the correction of dW by subspace iteration on the second moment; it is zero if nothing is dropped."""
-    (v, d), size = weight.shape, RANK.value
+    v, d = weight.shape
     mass = mass.abs()  # otherwise tokens whose gradients differ in sign would cancel
-    weighted = mass_weighted(hidden, mass)
-    moment = torch.empty((d, d), device=weight.device, dtype=torch.float32)
-    multiply_add(moment, weighted.t(), hidden, first=True)
-    del weighted
+    moment = multiply(mass_weighted(hidden, mass).t(), hidden)  # [D, D] float32
     # Later steps reuse the correction. Replace the NaN of a zero total here, and those from a non-finite weight at the end.
     moment.div_(mass.sum()).nan_to_num_(0.0, 0.0, 0.0)
-    sampled_columns = torch.arange(size, device=weight.device) * d // size
+    sampled_columns = torch.arange(RANK.value, device=weight.device) * d // RANK.value
     directions = _orthonormal(moment.index_select(1, sampled_columns))
     for _ in range(SUBSPACE_ROUNDS - 1):
-        product = torch.empty_like(directions)
-        multiply_add(product, moment, directions, first=True)
-        directions = _orthonormal(product)
-    basis = torch.empty((size, d), device=weight.device, dtype=torch.float32)
-    multiply_add(basis, directions.t(), moment, first=True)
+        directions = _orthonormal(multiply(moment, directions))
+    basis = multiply(directions.t(), moment)
     directions = directions.to(weight.dtype)
-    coeffs, mean_coeffs = (torch.empty((len(x), size), device=x.device, dtype=torch.float32) for x in (weight, means))
-    multiply_add(coeffs, weight, directions, first=True)
-    multiply_add(mean_coeffs, means, directions, first=True)
+    coeffs, mean_coeffs = multiply(weight, directions), multiply(means, directions)
     coeffs = coeffs.index_select(0, vocab_perm[:v])
     coeffs -= mean_coeffs.repeat_interleave(block_n, 0)[:v]
     row_coeffs = coeffs.to(weight.dtype)

@@ -23,7 +23,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
 from hf_cce.kernels.loss import total_loss
-from hf_cce.matmul import multiply_add
+from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
@@ -176,29 +176,26 @@ def _backward(
     (kept, mass, covariance, correction), report = _select_tiles(saved, weight, request)
     # Free memory for the kept tiles.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
-    (n, d), (_, cols) = saved.hidden.shape, saved.tile_grid
-    dropped_hidden = torch.empty((n, d) if request.need_hidden else 0, device=weight.device, dtype=torch.float32)
-    if request.need_hidden:
-        _add_dropped_to_hidden(dropped_hidden, saved, mass, covariance)
-    dropped_blocks = torch.empty((cols, d) if request.need_weight else 0, device=weight.device, dtype=torch.float32)
-    if request.need_weight:
-        multiply_add(dropped_blocks, mass.per_row, saved.hidden, first=True)
+    dropped_hidden = _dropped_hidden(saved, mass, covariance) if request.need_hidden else None
+    dropped_blocks = multiply(mass.per_row, saved.hidden) if request.need_weight else None
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
     return *multiply_kept(saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction), report
 
 
-def _add_dropped_to_hidden(
-    total: Tensor,  # [N, D] float32, written
+def _dropped_hidden(
     saved: SavedForward,
     mass: DroppedMass,  # has D extra rows if covariance is not None
     covariance: Tensor | None,  # [D, D]
-) -> None:
-    """Write the contribution of dropped tiles to dh: mass times mean rows, plus mass times hidden states times the covariance."""
+) -> Tensor:
+    """Return the contribution of dropped tiles to dh, [N, D] float32.
+
+    It is the mass times the mean rows, plus the mass times the hidden states times the covariance.
+    """
     means = saved.means
-    if covariance is not None:  # one product for both terms: a second one would read and write all of ``total`` again
+    if covariance is not None:  # one product for both terms: a second one would read and write the whole result again
         write_mass_weighted_columns(
             saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[len(means) :]
         )
         means = torch.cat((means, covariance))
-    multiply_add(total, mass.per_row_extended.t(), means, first=True)
+    return multiply(mass.per_row_extended.t(), means)

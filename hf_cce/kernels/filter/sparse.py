@@ -28,7 +28,7 @@ from hf_cce.kernels.tiles import dot, tile_gradient, tile_logits
 @triton.jit
 def _add_dropped(
     acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size,
-    RANK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return ``acc`` [BLOCK_N, BLOCK_D] plus the contribution of the dropped tiles of a column block to its rows of dW."""
     width = tl.minimum(vocab_size - block * BLOCK_N, BLOCK_N).to(tl.float32)
@@ -199,7 +199,6 @@ def _weight_gradient_kernel(
     hidden_size,
     hidden_stride,
     IN_PLACE: tl.constexpr,  # out is in the memory of the sorted weight
-    RANK: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -235,9 +234,8 @@ def _weight_gradient_kernel(
                 )
             acc = dot(tl.trans(g), h, acc, PRECISION)
         acc = _add_dropped(
-            acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, RANK, PRECISION,
-            BLOCK_N,
-        )  # fmt: skip
+            acc, block, ds, block_sums, block_mass, row_coeffs, basis, vocab_size, hidden_size, PRECISION, BLOCK_N
+        )
         cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
         entries = tl.where(in_column_order, cols, tl.load(vocab_perm + cols))
         mask = (cols < vocab_size)[:, None] & (ds < hidden_size)[None, :]
@@ -279,8 +277,10 @@ def multiply_kept(
     weight: Tensor,  # [V, D]
     request: BackwardRequest,
     kept: Kept,
-    dropped_hidden: Tensor,  # [N, D] float32: contribution of dropped tiles to dh, overwritten
-    dropped_blocks: Tensor,  # [T, D] float32: contribution to dW, summed over the rows of each column block
+    dropped_hidden: Tensor
+    | None,  # [N, D] float32: contribution of dropped tiles to dh, overwritten; None if not needed
+    dropped_blocks: Tensor
+    | None,  # [T, D] float32: contribution to dW, summed over the rows of each column block, likewise
     block_mass: Tensor | None,  # [T] float32: factor of ``correction`` for each column block
     correction: WeightCorrection | None,
 ) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ def multiply_kept(
         (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
         source if gather else operand(source, plan.block_n, plan), saved.bias, source_perm, saved.order.labels, saved.lse,
         request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
-        source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten, BLOCK_K=plan.block_k, num_warps=plan.tile_warps,
+        source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten, BLOCK_K=plan.block_k, num_warps=plan.num_warps,
         num_stages=plan.num_stages, **constants,
     )]  # fmt: skip
     if request.need_hidden:  # tiles · weight, added to dh
@@ -318,7 +318,7 @@ def multiply_kept(
             (min(plan.programs, cols * ceil_div(d, block_d)),), 0, operand(scratch, block_k, plan, plan.block_n),
             operand(hidden, block_k, plan, block_d), vocab_perm, kept.tile_rows, kept.first_kept, kept.pass_block,
             kept.pass_start, dropped_blocks, block_mass, *(correction or (None, None)), grad_weight, n, v, d,
-            hidden.stride(0), IN_PLACE=may_reorder, RANK=RANK.value, **plan.for_weight.constants(), **constants,
+            hidden.stride(0), IN_PLACE=may_reorder, **plan.for_weight.constants(), **constants,
         ))  # fmt: skip
     for number in range(workspace.passes):
         for launch in launches:
