@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction, write_mass_weighted_columns
+from hf_cce.kernels.filter.corrections import dropped_covariance, make_weight_correction
 from hf_cce.kernels.filter.error import estimate_errors, relative_errors
 from hf_cce.kernels.filter.order import Vocabulary, gather_rows, sort_tokens, sort_vocabulary
-from hf_cce.kernels.filter.select import DroppedMass, Selection, dropped_mass, select
+from hf_cce.kernels.filter.select import Selection, dropped_mass, select
 from hf_cce.kernels.filter.sparse import multiply_kept
 from hf_cce.kernels.filter.workspace import BackwardRequest, FilterReport, SavedForward, plan_workspace
 from hf_cce.kernels.forward import combine, tile_stats
@@ -133,7 +133,7 @@ def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest)
     corrected = saved.workspace.corrected
     correct_hidden, correct_weight = corrected and request.need_hidden, corrected and request.need_weight
     kept = select(saved, request.tau, request.by_rounding)
-    mass = dropped_mass(saved, kept, request.grad_lse, extra_rows=weight.shape[1] if correct_hidden else 0)
+    mass = dropped_mass(saved, kept, request.grad_lse, with_hidden=correct_hidden)
     if correct_hidden and vocabulary.covariance is None:
         probability = mass.probability.sum(1)
         vocabulary.covariance = dropped_covariance(weight, vocabulary.vocab_perm, probability, block_n)
@@ -176,26 +176,13 @@ def _backward(
     (kept, mass, covariance, correction), report = _select_tiles(saved, weight, request)
     # Free memory for the kept tiles.
     del saved.tile_lse, saved.tile_ratio, saved.tile_damping
-    dropped_hidden = _dropped_hidden(saved, mass, covariance) if request.need_hidden else None
-    dropped_blocks = multiply(mass.per_row, saved.hidden) if request.need_weight else None
+    dropped_hidden = dropped_blocks = None
+    if request.need_hidden:
+        means = saved.means if covariance is None else torch.cat((saved.means, covariance))
+        dropped_hidden = multiply(mass.for_hidden.t(), means)
+        del means
+    if request.need_weight:
+        dropped_blocks = multiply(mass.per_row, saved.hidden)
     block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
     del mass
     return *multiply_kept(saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction), report
-
-
-def _dropped_hidden(
-    saved: SavedForward,
-    mass: DroppedMass,  # has D extra rows if covariance is not None
-    covariance: Tensor | None,  # [D, D]
-) -> Tensor:
-    """Return the contribution of dropped tiles to dh, [N, D] float32.
-
-    It is the mass times the mean rows, plus the mass times the hidden states times the covariance.
-    """
-    means = saved.means
-    if covariance is not None:  # one product for both terms: a second one would read and write the whole result again
-        write_mass_weighted_columns(
-            saved.hidden, mass.per_token, saved.logit_scale, mass.per_row_extended[len(means) :]
-        )
-        means = torch.cat((means, covariance))
-    return multiply(mass.per_row_extended.t(), means)

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cce.kernels.filter.corrections import write_mass_weighted_columns
 from hf_cce.kernels.filter.order import WeightCorrection
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch_config import ceil_div, padded
@@ -341,17 +342,18 @@ class DroppedMass(NamedTuple):
     """Gradient mass of the dropped tiles, and sums of it."""
 
     per_row: Tensor  # [T, N]: sum of the gradient over the columns of each tile, zero for kept tiles
-    per_row_extended: Tensor  # [T + extra_rows, N]: ``per_row`` followed by uninitialized rows in the same memory
+    for_hidden: Tensor  # [T, N] or [T + D, N]: ``per_row``, followed by the hidden states times their mass if requested
     probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
     per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
     per_token: Tensor  # [N] float32: sum of ``per_row``
 
 
-def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: int) -> DroppedMass:
-    """Compute the mass of dropped tiles; allocate ``extra_rows`` more rows after ``per_row``."""
+def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, with_hidden: bool) -> DroppedMass:
+    """Compute the mass of dropped tiles; ``with_hidden``: ``for_hidden`` has the rows that a covariance is multiplied by."""
     plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
     device = saved.lse.device
-    mass = torch.empty((cols + extra_rows, padded(n)), dtype=saved.hidden.dtype, device=device)
+    # One tensor, because dh needs one product with both parts: a second one would read and write the whole result again.
+    mass = torch.empty((cols + with_hidden * saved.hidden.shape[1], padded(n)), dtype=saved.hidden.dtype, device=device)
     probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
     group_mass = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
     _mass_kernel[(rows, len(group_mass))](
@@ -359,7 +361,10 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, extra_rows: 
         per_tile, group_mass, padded(n), n, rows, cols, v, saved.logit_scale,
         BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
-    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, group_mass[:, :n].sum(0))
+    per_token = group_mass[:, :n].sum(0)
+    if with_hidden:
+        write_mass_weighted_columns(saved.hidden, per_token, saved.logit_scale, mass[cols:, :n])
+    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token)
 
 
 class Selection(NamedTuple):

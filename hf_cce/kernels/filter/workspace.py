@@ -58,7 +58,7 @@ def _divide(
     tile_stats = (4 + 2 + 2 * softcap) * cols * padded(n)  # until kept tiles are chosen
     tile_lists = 4 * (7 * tiles + 8 * cols)  # of kept tiles
     # Mass of dropped tiles, see ``DroppedMass``
-    mass = (element * (cols + d * corrected) + 4 * (ceil_div(cols, MASS_GROUP) + 1)) * padded(n) + 8 * tiles
+    mass = (element * (cols + d * corrected) + 4 * ceil_div(cols, MASS_GROUP)) * padded(n) + 8 * tiles
     selection_peak = persistent + tile_stats + mass + tile_lists  # while kept tiles are chosen and errors estimated
     multiply_fixed = persistent + tile_lists + 4 * n * d  # while kept tiles are multiplied, without their slots
     left, slab = budget - persistent - tile_stats, v
