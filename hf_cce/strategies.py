@@ -345,7 +345,7 @@ class Filtered(Strategy):
             return self.unfiltered.forward(x)
         loss, self.cache = result
         self.state.keep_vocabulary(x.weight, self.cache.vocabulary)
-        return (loss,), Saved(self.cache.lse, factor=factor, tokens=self.cache.order.token_perm)
+        return (loss,), Saved(self.cache.lse, factor=factor, tokens=self.cache.token_perm)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         if self.cache is None:
@@ -485,7 +485,7 @@ class FilteredStatistics(Filtered):
         return super().backward(x, saved, upstream, needs)
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
-        tokens, grads = cache.order.token_perm, TokenGrads.of_stats(saved.lse, upstream)
+        tokens, grads = cache.token_perm, TokenGrads.of_stats(saved.lse, upstream)
         return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
 
     def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:

@@ -99,7 +99,7 @@ class _Step:
     @property
     def valid(self) -> Tensor:
         """Mask [N] of the tokens whose label is not ignored."""
-        return self.saved.order.labels < len(self.weight)
+        return self.saved.labels < len(self.weight)
 
     @property
     def dropped(self) -> Tensor:
@@ -210,7 +210,7 @@ def _rounding_errors(step: _Step) -> tuple[Tensor, Tensor]:
         changed -= exact
         del z, exact
         if saved.softcap:
-            labels = saved.order.labels[tokens]
+            labels = saved.labels[tokens]
             label_change = (rounded_slope - slope) * (request.grad_label[tokens] * saved.logit_scale)[:, None]
             changed += torch.where(saved.vocabulary.inv_vocab_perm == labels[:, None], label_change, 0.0)
             del label_change

@@ -110,13 +110,6 @@ class Vocabulary:
     weight_correction: WeightCorrection | None = None  # likewise
 
 
-class TokenOrder(NamedTuple):
-    """Order of the rows in one step."""
-
-    token_perm: Tensor  # [N] int64: the token of each row
-    labels: Tensor  # [N] int32: the column of each row's label; V if ignored
-
-
 def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n: int) -> Vocabulary:
     """Sort the vocabulary by the average logit over a sample of tokens, the largest first, so that most tiles can be dropped."""
     v = weight.shape[0]
@@ -130,8 +123,8 @@ def sort_vocabulary(hidden: Tensor, weight: Tensor, bias: Tensor | None, block_n
     return Vocabulary(F.pad(by_logit.int(), (0, -v % block_n)), inv_vocab_perm)
 
 
-def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> TokenOrder:
-    """Sort tokens by the column of their label; ignored tokens come last.
+def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Sort tokens by the column of their label; ignored tokens come last. Return ``SavedForward.token_perm`` and ``labels``.
 
     Keys have 16 bits because a radix sort takes one pass per byte. They distinguish the first EXACT_COLUMNS columns, which have
     most labels, and after these only blocks of 128. Few tokens are sorted by counting, in one launch instead of eight.
@@ -148,9 +141,9 @@ def sort_tokens(labels: Tensor, vocabulary: Vocabulary, ignore_index: int) -> To
         _sort_by_counting_kernel[(ceil_div(n, 16),)](
             keys, columns, token_perm, ordered, n, BLOCK_R=16, BLOCK=512, num_warps=4
         )
-        return TokenOrder(token_perm, ordered)
+        return token_perm, ordered
     token_perm = torch.sort(keys, stable=True).indices
-    return TokenOrder(token_perm, columns.index_select(0, token_perm))
+    return token_perm, columns.index_select(0, token_perm)
 
 
 def gather_rows(

@@ -48,7 +48,7 @@ def filtered_stats(
     saved = _forward(x, spec, vocabulary, entropy if wanted.entropy else None, is_top1 if wanted.top1 else None)
     if saved is None:
         return None
-    by_row, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.order.token_perm
+    by_row, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.token_perm
     lse, label_logit, entropy, is_top1 = (
         torch.empty_like(stat).index_copy_(0, token_perm, stat) if stat.numel() else stat for stat in by_row
     )
@@ -94,7 +94,8 @@ def _forward(
     weight, device = inputs.weight, x.hidden.device
     if vocabulary is None:
         vocabulary = sort_vocabulary(inputs.hidden, weight, inputs.bias, plan.block_n)
-    vocab_perm, order = vocabulary.vocab_perm, sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
+    vocab_perm = vocabulary.vocab_perm
+    token_perm, labels = sort_tokens(inputs.labels, vocabulary, spec.ignore_index)
     bias = None if inputs.bias is None else inputs.bias.index_select(0, vocab_perm[:v])
     means = weight.new_empty((cols, d))
     # Padded so that each starts aligned: for unaligned pointers, Triton would compile another version of the kernel.
@@ -104,13 +105,13 @@ def _forward(
     tile_damping = torch.empty_like(tile_ratio) if spec.softcap > 0 else None
     expectation, z_max = (None if wanted is None else torch.empty_like(tile_lse) for wanted in (entropy, is_top1))
     tiles = TileStats(tile_lse, None, expectation, None, z_max, tile_ratio, tile_damping)
-    column_inputs = inputs._replace(labels=order.labels, ignore_index=v)  # labels are columns
+    column_inputs = inputs._replace(labels=labels, ignore_index=v)  # labels are columns
     if uses_hopper(plan, bias, spec.softcap, more_statistics > 0):
         # The Hopper kernel needs sorted hidden states and label logits. One kernel computes both.
         hidden = inputs.hidden.new_empty(inputs.hidden.shape)
-        label = label_logits(column_inputs, plan, plan.block_m, vocab_perm, order.token_perm, hidden)
+        label = label_logits(column_inputs, plan, plan.block_m, vocab_perm, token_perm, hidden)
     else:
-        hidden, label = inputs.hidden.index_select(0, order.token_perm), LabelLogits(label_logit)
+        hidden, label = inputs.hidden.index_select(0, token_perm), LabelLogits(label_logit)
     sorted_inputs = column_inputs._replace(hidden=hidden, bias=bias)
     sorted_weight = slab = None
     for first in range(0, v, workspace.slab):
@@ -122,8 +123,8 @@ def _forward(
         tile_stats(slab, slab_tiles, label, plan, first)
     combine(tiles, sorted_inputs, label.logit, lse, [None, entropy, None, is_top1, rounding])
     return SavedForward(
-        order, hidden, sorted_weight if workspace.keep_weight else None, bias, means, lse, label.logit, rounding, tile_lse,
-        tile_ratio, tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
+        token_perm, labels, hidden, sorted_weight if workspace.keep_weight else None, bias, means, lse, label.logit, rounding,
+        tile_lse, tile_ratio, tile_damping, workspace, plan, vocabulary, spec.logit_scale, spec.softcap,
     )  # fmt: skip
 
 

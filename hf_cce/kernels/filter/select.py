@@ -327,7 +327,7 @@ def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tens
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
     reference_sums = torch.empty(grid[0] * grid[1], device=device, dtype=torch.float32)
     _tile_energy_kernel[grid](
-        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.order.labels, saved.rounding, energy,
+        saved.tile_lse, saved.tile_ratio, saved.lse, saved.label_logit, saved.labels, saved.rounding, energy,
         reference_sums, padded(n), n, rows, cols, span, v, saved.softcap or None, BY_ROUNDING=by_rounding,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=16, num_warps=4,
     )  # fmt: skip
@@ -357,7 +357,7 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, with_hidden:
     probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
     group_mass = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
     _mass_kernel[(rows, len(group_mass))](
-        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.order.labels, grad_lse, mass, probability,
+        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.labels, grad_lse, mass, probability,
         per_tile, group_mass, padded(n), n, rows, cols, v, saved.logit_scale,
         BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip

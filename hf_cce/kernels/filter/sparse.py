@@ -299,7 +299,7 @@ def multiply_kept(
     # The kept tiles of a pass, written to the scratch buffer
     launches = [_kept_tiles_kernel.prepare(
         (min(plan.programs, rows * cols),), 0, operand(hidden, plan.block_m, plan),
-        source if gather else operand(source, plan.block_n, plan), saved.bias, source_perm, saved.order.labels, saved.lse,
+        source if gather else operand(source, plan.block_n, plan), saved.bias, source_perm, saved.labels, saved.lse,
         request.grad_lse, request.grad_label, kept.tiles, kept.pass_start, scratch, n, rows, v, d, hidden.stride(0),
         source.stride(0), *scale_and_softcap(saved), FLATTEN=plan.flatten, BLOCK_K=plan.block_k, num_warps=plan.num_warps,
         num_stages=plan.num_stages, **constants,
@@ -309,7 +309,7 @@ def multiply_kept(
         launches.append(_hidden_gradient_kernel.prepare(
             (rows * ceil_div(d, block_d),), 0, operand(scratch, plan.block_m, plan, block_k),
             source if gather else operand(source, block_k, plan, block_d), source_perm, kept.row_tiles, kept.row_pass,
-            kept.row_order, dropped_hidden, saved.order.token_perm, grad_hidden, n, rows, cols, v, d, source.stride(0),
+            kept.row_order, dropped_hidden, saved.token_perm, grad_hidden, n, rows, cols, v, d, source.stride(0),
             workspace.passes, **plan.for_hidden.constants(), **constants,
         ))  # fmt: skip
     if request.need_weight:  # tilesᵀ · hidden plus the contribution of dropped tiles: the pass's rows of dW

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hf_cce.kernels.filter.corrections import correction_bytes, correction_scratch_bytes
-from hf_cce.kernels.filter.order import TokenOrder, Vocabulary
+from hf_cce.kernels.filter.order import Vocabulary
 from hf_cce.kernels.inputs import Shape
 from hf_cce.kernels.launch_config import FilterPlan, ceil_div, padded
 
@@ -106,7 +106,7 @@ class FilterReport(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """Arguments of a backward pass. Tensors of length N are in the order of ``TokenOrder.token_perm``."""
+    """Arguments of a backward pass. Tensors of length N are in the order of ``SavedForward.token_perm``."""
 
     grad_lse: Tensor  # [N]
     grad_label: Tensor  # [N]
@@ -119,9 +119,10 @@ class BackwardRequest:
 
 @dataclass
 class SavedForward:
-    """Tensors saved for the backward pass. Those of length N are in the order of ``TokenOrder.token_perm``."""
+    """Tensors saved for the backward pass. Those of length N are in the order of ``token_perm``."""
 
-    order: TokenOrder
+    token_perm: Tensor  # [N] int64: the token of each row
+    labels: Tensor  # [N] int32: the column of each row's label; V if ignored
     hidden: Tensor  # [N, D]
     weight: Tensor | None  # [V, D] in the order of columns; None unless ``workspace.keep_weight``
     bias: Tensor | None  # [V] in the order of columns
