@@ -103,11 +103,7 @@ class FilterPlan(Plan):
     programs: int  # programs that share the kept tiles
     for_hidden: ProductPlan
     for_weight: ProductPlan
-
-    @property
-    def flatten(self) -> bool:
-        """True if the kernel that computes the kept tiles has one loop over tiles and the hidden size."""
-        return self.hopper and _is_triton_release(FLATTEN_VERSIONS)
+    flatten: bool  # the kernel that computes the kept tiles has one loop over tiles and the hidden size
 
 
 def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
@@ -124,7 +120,8 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
         plan, programs = replace(plan, block_n=128, num_warps=4, num_stages=3), 2 * num_sms(hidden)
         for_hidden = ProductPlan(64, 128, 4, num_stages=5)
         for_weight = ProductPlan(64, 256, 8) if hidden.shape[1] % 256 == 0 else ProductPlan(64, 128, 4)
-    return FilterPlan(**vars(plan), programs=programs, for_hidden=for_hidden, for_weight=for_weight)
+    flatten = plan.hopper and _is_triton_release(FLATTEN_VERSIONS)
+    return FilterPlan(**vars(plan), programs=programs, for_hidden=for_hidden, for_weight=for_weight, flatten=flatten)
 
 
 def _allows_tf32() -> bool:

@@ -185,7 +185,7 @@ def _weight_error(step: _Step) -> Tensor:
         error = multiply(step.filter_residual(ALL, entries).t(), saved.hidden)
         if correction is not None:
             tiles = columns // saved.plan.block_n
-            dropped = mass.per_tile.sum(1)[tiles] * -saved.logit_scale / step.width(tiles)
+            dropped = mass.per_block[tiles] * -saved.logit_scale / step.width(tiles)
             coeffs = (correction.row_coeffs[columns] * dropped[:, None]).to(correction.basis.dtype)
             multiply_add(error, coeffs, correction.basis)
         total = total + (error.square().sum(1) * factors).sum()

@@ -136,8 +136,7 @@ def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest)
     kept = select(saved, request.tau, request.by_rounding)
     mass = dropped_mass(saved, kept, request.grad_lse, with_hidden=correct_hidden)
     if correct_hidden and vocabulary.covariance is None:
-        probability = mass.probability.sum(1)
-        vocabulary.covariance = dropped_covariance(weight, vocabulary.vocab_perm, probability, block_n)
+        vocabulary.covariance = dropped_covariance(weight, vocabulary.vocab_perm, mass.probability, block_n)
     if correct_weight and vocabulary.weight_correction is None:
         vocabulary.weight_correction = make_weight_correction(
             saved.hidden, weight, vocabulary.vocab_perm, saved.means, mass.per_token, block_n
@@ -184,6 +183,6 @@ def _backward(
         del means
     if request.need_weight:
         dropped_blocks = multiply(mass.per_row, saved.hidden)
-    block_mass = None if correction is None else mass.per_tile.sum(1) * saved.logit_scale
+    block_mass = None if correction is None else mass.per_block * saved.logit_scale
     del mass
     return *multiply_kept(saved, weight, request, kept, dropped_hidden, dropped_blocks, block_mass, correction), report

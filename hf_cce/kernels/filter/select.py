@@ -238,8 +238,8 @@ def _mass_kernel(
     labels,  # [N], V if ignored
     grad_lse,  # [N]
     mass,  # [T, N], written: DroppedMass.per_row
-    probability,  # [T, row blocks], written: DroppedMass.probability
-    tile_mass,  # [T, row blocks], written: DroppedMass.per_tile
+    probability,  # [T, row blocks], written: sum of p over dropped tiles
+    tile_mass,  # [T, row blocks], written: sum of ``mass``
     group_mass,  # [T / GROUP, N], written: sums of ``mass`` over groups of column blocks
     tile_stride,
     num_tokens,
@@ -343,8 +343,8 @@ class DroppedMass(NamedTuple):
 
     per_row: Tensor  # [T, N]: sum of the gradient over the columns of each tile, zero for kept tiles
     for_hidden: Tensor  # [T, N] or [T + D, N]: ``per_row``, followed by the hidden states times their mass if requested
-    probability: Tensor  # [T, row blocks] float32: sums of p over dropped tiles
-    per_tile: Tensor  # [T, row blocks] float32: sums of ``per_row`` over the tile's rows
+    probability: Tensor  # [T] float32: sum of p over the dropped tiles of each column block
+    per_block: Tensor  # [T] float32: sum of ``per_row``
     per_token: Tensor  # [N] float32: sum of ``per_row``
 
 
@@ -354,17 +354,17 @@ def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, with_hidden:
     device = saved.lse.device
     # One tensor, because dh needs one product with both parts: a second one would read and write the whole result again.
     mass = torch.empty((cols + with_hidden * saved.hidden.shape[1], padded(n)), dtype=saved.hidden.dtype, device=device)
-    probability, per_tile = torch.empty((2, cols, rows), device=device, dtype=torch.float32).unbind()
+    tile_sums = torch.empty((2, cols, rows), device=device, dtype=torch.float32)  # of p, and of the mass
     group_mass = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
     _mass_kernel[(rows, len(group_mass))](
-        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.labels, grad_lse, mass, probability,
-        per_tile, group_mass, padded(n), n, rows, cols, v, saved.logit_scale,
+        saved.tile_lse, saved.tile_damping, kept.kept_slot, saved.lse, saved.labels, grad_lse, mass, *tile_sums,
+        group_mass, padded(n), n, rows, cols, v, saved.logit_scale,
         BLOCK_M=plan.block_m, GROUP=MASS_GROUP, num_warps=2,
     )  # fmt: skip
-    per_token = group_mass[:, :n].sum(0)
+    (probability, per_block), per_token = tile_sums.sum(2).unbind(), group_mass[:, :n].sum(0)
     if with_hidden:
         write_mass_weighted_columns(saved.hidden, per_token, saved.logit_scale, mass[cols:, :n])
-    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_tile, per_token)
+    return DroppedMass(mass[:cols, :n], mass[:, :n], probability, per_block, per_token)
 
 
 class Selection(NamedTuple):
