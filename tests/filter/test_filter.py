@@ -324,7 +324,7 @@ def force_workspace(
         tiles = rows * cols
         num_slots = tiles if tiles_per_pass is None else tiles_per_pass + rows
         passes = 1 if tiles_per_pass is None else -(-tiles // tiles_per_pass)
-        used.append(Workspace(slab, keep_weight, num_slots, tiles_per_pass or num_slots, passes, n, True))
+        used.append(Workspace((rows, cols), slab, keep_weight, num_slots, tiles_per_pass or num_slots, passes, n, True))
         return used[-1]
 
     monkeypatch.setattr(filter_run, "plan_workspace", plan_workspace)

@@ -143,7 +143,7 @@ def _select_tiles(saved: SavedForward, weight: Tensor, request: BackwardRequest)
         )
     covariance = vocabulary.covariance if correct_hidden else None
     selection = Selection(kept, mass, covariance, vocabulary.weight_correction if correct_weight else None)
-    rows, cols = saved.tile_grid
+    rows, cols = saved.workspace.tile_grid
     report = FilterReport(kept.first_kept[-1], rows * cols, mass.probability, saved.hidden.shape[0], request.tau)
     if request.measure:
         report = report._replace(**estimate_errors(saved, weight, request, selection))

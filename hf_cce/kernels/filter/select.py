@@ -295,7 +295,7 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
 
     In a pass, at most ``tiles_per_pass`` tiles precede its last column block.
     """
-    (rows, cols), passes = saved.tile_grid, saved.workspace.passes
+    (rows, cols), passes = saved.workspace.tile_grid, saved.workspace.passes
     energy, reference_sums, histograms = _tile_energies(saved, by_rounding)
     ints = partial(torch.empty, dtype=torch.int32, device=tau.device)
     kept = Kept(
@@ -320,8 +320,8 @@ def select(saved: SavedForward, tau: Tensor, by_rounding: bool) -> Kept:
 
 def _tile_energies(saved: SavedForward, by_rounding: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles' energies [T, row blocks], partial sums of the reference, and histograms of parts of the tiles."""
-    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
-    device = saved.lse.device
+    plan, (rows, cols), (n, _) = saved.plan, saved.workspace.tile_grid, saved.hidden.shape
+    v, device = saved.vocabulary.inv_vocab_perm.numel(), saved.hidden.device
     span = ceil_div(max(32, ceil_div(rows * cols, 2048)), 16) * 16  # gives a few hundred programs
     grid = (rows, ceil_div(cols, span))
     energy = torch.empty((cols, rows), device=device, dtype=torch.float32)
@@ -350,10 +350,10 @@ class DroppedMass(NamedTuple):
 
 def dropped_mass(saved: SavedForward, kept: Kept, grad_lse: Tensor, with_hidden: bool) -> DroppedMass:
     """Compute the mass of dropped tiles; ``with_hidden``: ``for_hidden`` has the rows that a covariance is multiplied by."""
-    plan, (rows, cols), n, v = saved.plan, saved.tile_grid, saved.lse.numel(), saved.vocabulary.inv_vocab_perm.numel()
-    device = saved.lse.device
+    plan, (rows, cols), (n, d) = saved.plan, saved.workspace.tile_grid, saved.hidden.shape
+    v, device = saved.vocabulary.inv_vocab_perm.numel(), saved.hidden.device
     # One tensor, because dh needs one product with both parts: a second one would read and write the whole result again.
-    mass = torch.empty((cols + with_hidden * saved.hidden.shape[1], padded(n)), dtype=saved.hidden.dtype, device=device)
+    mass = torch.empty((cols + with_hidden * d, padded(n)), dtype=saved.hidden.dtype, device=device)
     tile_sums = torch.empty((2, cols, rows), device=device, dtype=torch.float32)  # of p, and of the mass
     group_mass = torch.empty((ceil_div(cols, MASS_GROUP), padded(n)), device=device, dtype=torch.float32)
     _mass_kernel[(rows, len(group_mass))](

@@ -286,7 +286,7 @@ def multiply_kept(
 ) -> tuple[Tensor, Tensor]:
     """Return dh [N, D] and dW [V, D] from kept tiles and the contributions of dropped tiles; empty if not needed."""
     plan, workspace, hidden, vocab_perm = saved.plan, saved.workspace, saved.hidden, saved.vocabulary.vocab_perm
-    (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.tile_grid
+    (n, d), v, (rows, cols) = hidden.shape, len(weight), saved.workspace.tile_grid
     # The kernels read the sorted weight or, if it was not saved, gather rows of the weight.
     gather = saved.weight is None
     source, source_perm = (weight, vocab_perm) if saved.weight is None else (saved.weight, None)

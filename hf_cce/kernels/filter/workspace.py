@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ MAX_PASSES_IN_ORDER = 12  # with more passes, gathering rows of the weight costs
 class Workspace:
     """Division of the scratch memory. It depends on shapes only, not on the data."""
 
+    tile_grid: tuple[int, int]  # numbers of row blocks and of column blocks
     slab: int  # columns whose weight rows are sorted at a time
     keep_weight: bool  # the sorted weight is saved for the backward pass
     num_slots: int  # tiles of the logits' gradient that the buffer of a pass holds
@@ -86,7 +86,7 @@ def _divide(
     too_small_to_reorder = num_slots * plan.block_m * plan.block_n < v  # rows of dW, after several passes
     if passes > (MAX_PASSES_IN_ORDER if keep_weight else MAX_PASSES) or (passes > 1 and too_small_to_reorder):
         return None
-    return Workspace(slab, keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, corrected)
+    return Workspace((rows, cols), slab, keep_weight, num_slots, tiles_per_pass, passes, measured_at_once, corrected)
 
 
 class FilterReport(NamedTuple):
@@ -138,8 +138,3 @@ class SavedForward:
     vocabulary: Vocabulary
     logit_scale: float
     softcap: float  # 0: no softcap
-
-    @cached_property
-    def tile_grid(self) -> tuple[int, int]:
-        """Numbers of row blocks and of column blocks."""
-        return ceil_div(self.hidden.shape[0], self.plan.block_m), self.means.shape[0]
