@@ -57,9 +57,9 @@ def test_covariance(v: int, d: int, chunk: int, dtype: torch.dtype, monkeypatch:
     assert evenly.any() and torch.equal(nothing, evenly)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("least", [0.0, -1.0, -0.5], ids=["positive", "negative", "mixed"])
 @pytest.mark.parametrize(("n", "v", "d", "rank"), [(70, 500, 40, 16), (130, 517, 600, 9), (50, 100, 3, 3)])
-def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d: int, rank: int, sign: float) -> None:
+def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d: int, rank: int, least: float) -> None:
     """With few directions in the hidden states, the correction is their whole second moment times the centered weight rows."""
     g = torch.Generator().manual_seed(0)
     hidden = (torch.randn(n, rank, generator=g) * 2.0 ** -torch.arange(rank) @ torch.randn(rank, d, generator=g)).to(
@@ -67,12 +67,12 @@ def test_weight_correction_is_exact_for_low_rank_hidden_states(n: int, v: int, d
     )
     weight = torch.randn(v, d, generator=g).to(DEVICE)
     tiles = -(-v // BLOCK)
-    mass = (torch.rand(n, generator=g) * sign * 1e-5).to(DEVICE)
+    mass = ((torch.rand(n, generator=g) + least) * 1e-5).to(DEVICE)
     places = torch.randperm(v, generator=g).to(DEVICE)
     in_tiles = torch.nn.functional.pad(places, (0, tiles * BLOCK - v)).int()
 
     def plain(dtype: torch.dtype) -> torch.Tensor:
-        m, h = mass.to(dtype), hidden.to(dtype)
+        m, h = mass.to(dtype).abs(), hidden.to(dtype)
         moment = (h * m[:, None]).t() @ h / m.sum()
         return torch.cat([rows - rows.mean(0) for rows in weight[places].to(dtype).split(BLOCK)]) @ moment
 
