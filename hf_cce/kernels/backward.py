@@ -81,7 +81,7 @@ def _logit_gradient_kernel(
     )  # fmt: skip
     gradient = tile_gradient(
         z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
-        vocab_size, logit_scale, softcap, BLOCK_N,
+        vocab_size, logit_scale, softcap,
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride
     here = tl.arange(0, BLOCK_M)[:, None] * out_stride + slab_cols[None, :]

@@ -22,7 +22,7 @@ from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
 @triton.jit
-def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, BLOCK_N: tl.constexpr):
+def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size):
     """Write the statistics for hf_cce.kernels.filter.select, computed from a tile's exponentials ``e`` [BLOCK_M, BLOCK_N]."""
     safe_total = tl.where(total > 0, total, 1.0)
     if slope is not None:
@@ -31,22 +31,20 @@ def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, v
         tl.store(tile_damping + out, (damped / safe_total).to(tl.bfloat16), mask=in_rows)
     else:
         damped = total
-    width = tl.minimum(vocab_size - col, BLOCK_N).to(tl.float32)
+    width = tl.minimum(vocab_size - col, e.shape[1]).to(tl.float32)
     energy = tl.sum(e * e, 1) - damped * damped / width
     tl.store(tile_ratio + out, (tl.maximum(energy, 0.0) / (safe_total * safe_total)).to(tl.bfloat16), mask=in_rows)
 
 
 @triton.jit
-def _store_exp(
-    e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width):
     """Write e · exp(height) to hf_cce.kernels.exp_cache, up to its LOSS_LIMIT; ``height``: the maximum minus the label logit."""
     value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
     if slope is not None:
         value *= slope
     at = exp_cache + row.to(tl.int64) * cache_width + col
-    here = tl.arange(0, BLOCK_M)[:, None] * cache_width + tl.arange(0, BLOCK_N)[None, :]
-    in_cache = in_rows[:, None] & (col + tl.arange(0, BLOCK_N) < cache_width)[None, :]
+    here = tl.arange(0, e.shape[0])[:, None] * cache_width + tl.arange(0, e.shape[1])[None, :]
+    in_cache = in_rows[:, None] & (col + tl.arange(0, e.shape[1]) < cache_width)[None, :]
     tl.store(at + here, value.to(exp_cache.dtype.element_ty), mask=in_cache)
 
 
@@ -120,11 +118,11 @@ def _tile_stats_kernel(
     e = tl.exp(z)
     total = tl.sum(e, 1)
     if tile_ratio is not None:
-        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size, BLOCK_N)
+        _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size)
     tl.store(tile_lse + out, top + tl.log(total), mask=in_rows)
     if exp_cache is not None and col < cache_width:
         height = top - tl.load(label_logit + rows, mask=in_rows, other=0.0)
-        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width, BLOCK_M, BLOCK_N)
+        _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width)
     if tile_expectation is not None:
         weighted = tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         tl.store(tile_expectation + out, top + weighted / tl.where(total > 0, total, 1.0), mask=in_rows)

@@ -117,7 +117,6 @@ def tile_gradient(
     vocab_size,
     logit_scale,
     softcap,
-    BLOCK_N: tl.constexpr,
 ):
     """Return the gradient w.r.t. one tile of h Wᵀ + b, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
     p = tl.exp(z - row_lse[:, None])
@@ -131,7 +130,7 @@ def tile_gradient(
     if grad_mean is not None:
         g_mean = tl.load(grad_mean + rows, mask=valid, other=0.0)
         gradient += (g_mean / vocab_size)[:, None]
-    hit = valid & (label >= col) & (label < col + BLOCK_N)
+    hit = valid & (label >= col) & (label < col + z.shape[1])
     if tl.sum(hit.to(tl.int32)) > 0:
         g_label = tl.load(grad_label + rows, mask=hit, other=0.0)
         gradient += tl.where(cols[None, :] == label[:, None], g_label[:, None], 0.0)

@@ -92,7 +92,7 @@ def _kept_tiles_kernel(
         )  # fmt: skip
         gradient = tile_gradient(
             z, rows, cols, in_rows, col, label, label < vocab_size, row_lse, g, None, grad_label, None, None,
-            vocab_size, logit_scale, softcap, BLOCK_N,
+            vocab_size, logit_scale, softcap,
         )  # fmt: skip
         # A slot holds a whole tile: set it to zero outside N and V.
         if col + BLOCK_N > vocab_size:
