@@ -102,7 +102,6 @@ def check(model: Any, progress: Progress = lambda what: None) -> dict[str, Any]:
         same = torch.equal(_evaluate(model, inputs), evaluated)
     finally:
         remove_cce(model)
-    model.zero_grad(set_to_none=True)
     if patched.keys() != plain.keys():
         raise ValueError(
             f"only one of the runs with and without hf_cce has gradients of {sorted(patched.keys() ^ plain.keys())}"
@@ -181,7 +180,8 @@ def _train(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             groups.setdefault(name.rpartition(".")[0] or name, []).append(parameter.grad.flatten())
-    return {"loss": loss.detach(), **{name: torch.cat(values) for name, values in groups.items()}}
+            parameter.grad = None  # freed with its group
+    return {"loss": loss.detach(), **{name: torch.cat(groups.pop(name)) for name in list(groups)}}
 
 
 @torch.no_grad()
