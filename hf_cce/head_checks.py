@@ -45,7 +45,6 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 def why_not_defer(head: nn.Module, foreign_forward: Any, compiling: bool) -> str | None:
     """Return why ``head`` cannot defer its matmul, or None. ``foreign_forward``: a forward that others have set on it."""
-    compiling = compiling or head._compiled_call_impl is not None
     if transformed():
         return "torch.func (grad, vmap, jvp) or forward-mode AD is active, which the fused loss does not support"
     if not compiling and torch.jit.is_tracing():  # type: ignore[attr-defined]

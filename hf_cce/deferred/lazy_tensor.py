@@ -302,17 +302,17 @@ class PendingLoss(NamedTuple):
 _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
 
 
-def graph_boundary(call: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
+def graph_boundary(recipe: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
     """Return ``source``, or ``value`` in its place, as the input of a new graph, in which a result is computed from it.
 
     The backward pass first computes the gradients of all such inputs, then those of their sources, one pass over the head at a
     time: ``of_pass`` identifies the pass that computed ``source``.
     """
-    if not source.requires_grad or torch.compiler.is_compiling():
+    if not source.requires_grad or not recipe.leaves:  # no leaves: these logits are, or come from, a compiled graph
         return source
     _metadata(source)[_PASS] = of_pass
     new = (source if value is None else value).detach().requires_grad_()
-    call.boundaries.append((new, source))
+    recipe.call.boundaries.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 
 

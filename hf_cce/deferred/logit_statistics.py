@@ -101,7 +101,7 @@ def _ancestor(r: Recipe, identity: tuple[Any, ...]) -> tuple[Recipe, list[Any]] 
 def is_one_of_many(r: Recipe) -> bool:
     """Return True if a loop over all parts of the logits is likely, as in ``for row in logits``."""
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in r.operands)
-    if r.split is None or not trains or torch.compiler.is_compiling() or is_dtensor(r.weight):
+    if r.split is None or not trains or not r.leaves or is_dtensor(r.weight):
         return False
     whole = r.part_of[0]  # type: ignore[index]
     return not prefers_full_logits(whole.hidden_states, whole.weight, r.call.config)
@@ -131,16 +131,16 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     part(made.labels.data).copy_(labels)  # .data: autograd need not know
     with torch.no_grad():
         value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
-    logits = graph_boundary(call, part(found.log_probs + found.logsumexp), made.mark, value)
-    lse = part(graph_boundary(call, found.logsumexp, made.mark))
-    entropies = None if found.entropy is None else part(graph_boundary(call, found.entropy, made.mark)).where(valid, 0)
+    logits = graph_boundary(r, part(found.log_probs + found.logsumexp), made.mark, value)
+    lse = part(graph_boundary(r, found.logsumexp, made.mark))
+    entropies = None if found.entropy is None else part(graph_boundary(r, found.entropy, made.mark)).where(valid, 0)
     return LogProbs((logits - lse).where(valid, 0), entropies, logsumexp=lse.where(valid, 0))
 
 
 def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
     """See ``compute_log_probs``. The first pass also computes the gradient of ``gathered`` logits."""
     arguments, key, cached = r.loss_arguments(), _identity(r), r.call.last_pass
-    owner, eager = r.call.owner, not torch.compiler.is_compiling()
+    owner, eager = r.call.owner, len(r.leaves) > 0
     simple = arguments["softcap"] is None and not is_dtensor(r.weight) and eager
     mean = None
     if wanted.get("mean_logit") and simple:
@@ -172,7 +172,7 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
             share_gradient(earlier, lse, of_pass)
         if gathered is not None:
             _share_with(found, gathered, of_pass)
-    found = LogProbs(*(x if x is None else graph_boundary(r.call, x, of_pass) for x in found))  # type: ignore[arg-type]
+    found = LogProbs(*(x if x is None else graph_boundary(r, x, of_pass) for x in found))  # type: ignore[arg-type]
     return found if mean is None else found._replace(mean_logit=mean)
 
 
@@ -200,7 +200,7 @@ def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
     logits = _products_of_ids(r, index, dtype)
     if logits.requires_grad:
         _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return graph_boundary(r.call, logits, object())
+    return graph_boundary(r, logits, object())
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class _Entry(NamedTuple):
     previous_entry: Any = None  # the entry of the call that this one interrupts
     keeps_forward: bool = False  # a compiled call had replaced the head's forward, which stays replaced after this call
     thread: int | None = None  # that runs the call; None in a graph
+    compiled: Any = None  # (module, attribute, value) of a head that was compiled by itself, see ``_without_graph``
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become None in a copy or pickle of the head, which is in no call; after Ctrl-C, this may hold an autograd graph."""
@@ -230,7 +231,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call = TrainingCall(state.config, state.stats, filter_state, state, outer, head, labels)
         else:
             call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = why_not_defer(head, _foreign_forward(head), compiling or output_embeddings(model) is not head)
+        reason = why_not_defer(head, _foreign_forward(head), compiling)
         if groups is not None and training and not compiling:
             if not state.config.token_stats:
                 raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
@@ -256,9 +257,26 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
     """Replace the head's forward by ``_deferring_forward`` for the duration of a call."""
     if not torch.compiler.is_compiling():
         keeps = head.__dict__.get(STATE) is None and _is_deferring_forward(head.__dict__.get("forward"))
-        entry = entry._replace(keeps_forward=keeps, thread=threading.get_ident())
+        compiled = _without_graph(output_embeddings(model), head)
+        entry = entry._replace(keeps_forward=keeps, thread=threading.get_ident(), compiled=compiled)
     head.forward = _forward_of(model, state, head)
     setattr(head, STATE, entry)
+
+
+def _without_graph(outermost: Any, head: nn.Module) -> tuple[nn.Module, str, Any] | None:
+    """Let a head that was compiled by itself run in eager mode; return what ``_restore_forward`` restores.
+
+    Its graph would compute nothing, and deferred logits from a graph are no tensors: the model's own code may need one.
+    """
+    if outermost is not head:  # a torch._dynamo.OptimizedModule
+        before = outermost, "forward", outermost.forward
+        vars(outermost)["forward"] = head.__call__
+    elif head._compiled_call_impl is not None:
+        before = head, "_compiled_call_impl", head._compiled_call_impl
+        head._compiled_call_impl = None
+    else:
+        return None
+    return before
 
 
 def _current_entry(head: nn.Module) -> _Entry | None:
@@ -402,6 +420,9 @@ def _restore_forward(head: nn.Module) -> _Entry | None:
         if entry is not None:
             setattr(head, STATE, None)
         return entry
+    if entry is not None and entry.compiled is not None:
+        module, name, value = entry.compiled
+        vars(module)[name] = value
     if entry is not None and entry.previous_entry is not None:
         setattr(head, STATE, entry.previous_entry)
         return entry

@@ -80,13 +80,13 @@ def test_evaluation_logits_and_custom_loss(engine: str, results: dict[str, Any])
         assert result["same logits"]
     if not engine.startswith("tensor_parallel"):
         assert result["same parameters"]
-    if not engine.startswith(("tensor_parallel", "fsdp2_compiled")):
+    if not engine.startswith("tensor_parallel"):
         half = torch.bfloat16 if "mixed" in engine else torch.float32
         assert result["without labels"] <= budget(torch.finfo(half).eps, half)
 
 
 # In the others, full logits exist, or the weight is a copy that combines head and adapter.
-DEFERRING = [x for x in ENGINES if x not in REASON and not x.startswith(("tensor", "fsdp2_compiled", "fsdp2_adapted"))]
+DEFERRING = [x for x in ENGINES if x not in REASON and not x.startswith(("tensor", "fsdp2_adapted"))]
 
 
 @pytest.mark.parametrize("engine", DEFERRING)

@@ -310,7 +310,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
         on_head(lambda m, i, o: tuple(None if x is None else x / 2 for x in i), "register_full_backward_hook"),
         output_loss, False,
     ),
-    "backward hook that halves, on a compiled head": (halving_hook_on_compiled_head, output_loss, True),
+    "backward hook that halves, on a compiled head": (halving_hook_on_compiled_head, output_loss, False),
     "backward pre-hook that halves": (
         on_head(lambda m, o: (o[0] / 2,), "register_full_backward_pre_hook"), output_loss, True,
     ),

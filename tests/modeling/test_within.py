@@ -11,6 +11,7 @@ import torch
 from models import (
     VOCAB_SIZE,
     assert_fused,
+    assert_results_as_good,
     assert_same_training,
     batch,
     cce_warnings,
@@ -299,6 +300,56 @@ def test_accelerates_regional_compilation() -> None:
     assert_fused(patched)
     output = regional(**batch())
     assert torch.equal(output.logits, plain(**batch()).logits)
+
+
+def loss_and_z_loss(logits: Any, labels: Any, **_: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.logsumexp(-1).mean()
+
+
+class MeanSquare(torch.autograd.Function):
+    """As losses with kernels of their own, it needs a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0] / ctx.saved_tensors[0].numel()
+
+
+# Losses that the model's forward calls, and whether they materialize the logits
+OWN_LOSSES = {
+    "two terms": (loss_and_z_loss, False),
+    "in place": (lambda logits, **labels: loss_and_z_loss(logits.div_(2), **labels), False),
+    "autograd function": (lambda logits, **_: MeanSquare.apply(logits), True),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_own_loss_in_a_model_with_compiled_head(name: str) -> None:
+    plain, patched = twins()
+    loss, materialized = OWN_LOSSES[name]
+    plain.loss_function = patched.loss_function = loss
+    patched.lm_head = torch.compile(patched.lm_head, backend="eager")
+    compiled = patched.lm_head.forward
+    with cce_warnings():
+        actual = loss_and_grads(patched, batch())
+    actual = {key.replace("_orig_mod.", ""): value for key, value in actual.items()}
+    exact = loss_and_grads(float64_copy(plain), batch(), double=True)
+    assert_results_as_good(actual, loss_and_grads(plain, batch()), exact)
+    assert stats(patched).materialized == materialized
+    assert patched.lm_head.forward is compiled
+
+
+def test_two_losses_of_logits_from_a_compiled_module() -> None:
+    """BERT's head is in a module with other layers, whose graph returns the logits."""
+    plain, patched = twins("bert")
+    plain.loss_function = patched.loss_function = loss_and_z_loss
+    patched.cls.compile(backend="eager")
+    assert_same_training(patched, plain, batch())
+    assert stats(patched).materialized == 0
 
 
 @pytest.mark.parametrize("compiled", ["forward", "head"])
