@@ -60,7 +60,8 @@ def lazy_logits(
 def to_eager(recipe: Recipe) -> Any:
     """Return ``LazyLogitsTensor`` for a recipe whose tensors are part of the model's autograd graph."""
     with private_saved_tensors():
-        return HeadOutput.apply(LazyLogitsTensor, recipe.with_leaves(), *recipe.operands)
+        head_output = HeadOutput.apply(LazyLogitsTensor, recipe.replace(ops=()).with_leaves(), *recipe.operands)
+    return apply_ops(recipe.ops, head_output)  # those that a graph has recorded
 
 
 class LazyLogits(LazyTensor):
