@@ -123,13 +123,14 @@ def patch(model: nn.Module, config: CCEConfig, outermost: nn.Module | None = Non
     """Patch one instance, inside the wrapper ``outermost``; on a patched one, only replace the options."""
     _prepare()
     state, root = patch_of(model), None if outermost is None else weakref.ref(outermost)
-    if state is not None and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles):
+    hooks = [] if state is None else [handle.id in (handle.hooks_dict_ref() or ()) for handle in state.handles]
+    if state is not None and hooks and all(hooks):
         state.config, state.outermost = config, root
         head = find_head(model)
         while head is not None and head.__dict__.get(STATE) is not None:  # left by calls that Ctrl-C interrupted
             _restore_forward(head)
         return
-    unpatch(model)  # its hooks were removed by other code
+    unpatch(model)  # its hooks were removed by other code, or with those of a copy that shares them (compile_regions)
     _drop_graphs()
     state = Patch(config, outermost=root)
     state.handles = [

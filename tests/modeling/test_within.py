@@ -352,6 +352,21 @@ def test_two_losses_of_logits_from_a_compiled_module() -> None:
     assert stats(patched).materialized == 0
 
 
+def test_logits_of_a_compiled_forward_with_softcap() -> None:
+    plain, patched = twins("gemma2")
+    patched.forward = torch.compile(patched.forward, backend="eager")
+    assert_same_training(patched, plain, batch(), loss_of=lambda model, inputs: model(**inputs).logits.square().mean())
+
+
+def test_patching_a_model_again_after_its_compiled_copy_was_unpatched() -> None:
+    model = apply_cce(tiny_llama())
+    regional = pytest.importorskip("accelerate", minversion="1.6").utils.compile_regions(model, backend="eager")
+    remove_cce(regional)
+    assert isinstance(apply_cce(model)(**batch()).logits, LazyLogits)
+    remove_cce(model)
+    assert isinstance(apply_cce(regional)(**batch()).logits, LazyLogits)
+
+
 @pytest.mark.parametrize("compiled", ["forward", "head"])
 def test_compiled_deferred_logits_raise_after_step(compiled: str) -> None:
     model = apply_cce(tiny_llama())
