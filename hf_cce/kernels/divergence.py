@@ -232,8 +232,7 @@ def row_divergences(
     student: Any,  # both are a head of ``hf_cce.divergence_spec``
     teacher: Any,
     beta: float,
-    results: tuple[Tensor, Tensor | None]
-    | None,  # divergence and student entropy [N], written; None: ``row_stats`` are known
+    results: tuple[Tensor, Tensor | None] | None,  # written: divergence, entropy; None if ``row_stats`` are known
     row_stats: Tensor | None,  # [3, N], see ``_row_divergence_kernel``
     scale: Tensor | float | None,  # a scalar or [N, 1], by which the gradient is multiplied; None: keep the logits
 ) -> None:

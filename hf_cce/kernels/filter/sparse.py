@@ -277,10 +277,8 @@ def multiply_kept(
     weight: Tensor,  # [V, D]
     request: BackwardRequest,
     kept: Kept,
-    dropped_hidden: Tensor
-    | None,  # [N, D] float32: contribution of dropped tiles to dh, overwritten; None if not needed
-    dropped_blocks: Tensor
-    | None,  # [T, D] float32: contribution to dW, summed over the rows of each column block, likewise
+    dropped_hidden: Tensor | None,  # [N, D] float32: what dropped tiles add to dh; overwritten
+    dropped_blocks: Tensor | None,  # [T, D] float32: what they add to dW, summed over each column block
     block_mass: Tensor | None,  # [T] float32: factor of ``correction`` for each column block
     correction: WeightCorrection | None,
 ) -> tuple[Tensor, Tensor]:
