@@ -63,7 +63,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
     """Train one step of your model without and with hf_cce, and compare.
 
     The command compares loss, gradients and evaluation logits on random text in float32, on the CPU or on --device. It needs
-    memory for the weights and about three times as much for gradients. --tiny uses a small random model instead.
+    memory for the weights and two sets of gradients. --tiny uses a small random model instead.
 
     Exit codes: 0 if the results agree up to rounding and no full logits were materialized, 1 if they differ or full logits
     were materialized, 2 if the model could not be checked.

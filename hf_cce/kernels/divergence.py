@@ -208,7 +208,7 @@ def shift_of(head: Any) -> Tensor:
     """Return a number [N] about as large as the largest logit of each row."""
     first = multiply_rounded(head.hidden, head.weight[:SAMPLE].t())
     first = first if head.bias is None else first + head.bias[:SAMPLE]
-    return first.float().amax(1).nan_to_num_(0.0, 0.0, 0.0)
+    return first.amax(1).float().nan_to_num_(0.0, 0.0, 0.0)
 
 
 def shifted_logits(head: Any, rows: slice, out: Tensor, shift: Tensor) -> Logits:
