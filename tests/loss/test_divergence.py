@@ -441,7 +441,7 @@ def test_memory_stays_within_the_budget(case: Case, form: str, trains: bool) -> 
 @pytest.mark.parametrize("implementation", ["triton shifted partial blocks"])
 @pytest.mark.parametrize("form", ["head", "logits"])
 def test_slabs_of_the_vocabulary_stay_within_the_budget(
-    form: str, config: CCEConfig, monkeypatch: pytest.MonkeyPatch
+    form: str, config: CCEConfig, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of dW that are computed from recomputed logits need slabs of both models' logits and float32 products."""
     monkeypatch.setattr(divergence_rows, "chunks", fallback.chunks)
@@ -454,10 +454,10 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     monkeypatch.setattr(divergence_rows, "multiply", multiply)
     monkeypatch.setattr(kernel_rows, "BLOCK", 1024)
     n, v, d, budget = 64, 10_000, 64, MIB
-    hidden, weight, gradient = (torch.randn(size, d).bfloat16() for size in (n, v, v))
-    given = torch.randn(n, v).bfloat16()
-    mask = torch.arange(n) % 3 > 0
-    tokens = divergence_spec.Tokens.of(mask, n, torch.device("cpu"))
+    hidden, weight, gradient = (torch.randn(size, d).to(device, torch.bfloat16) for size in (n, v, v))
+    given = torch.randn(n, v).to(device, torch.bfloat16)
+    mask = torch.arange(n, device=device) % 3 > 0
+    tokens = divergence_spec.Tokens.of(mask, n, mask.device)
     student = divergence_spec.Head(hidden, weight, None, 1.0, 0.0)
     teacher = student if form == "head" else divergence_spec.Head(given, None, None, 1.0, 0.0)
     spec = divergence_spec.DivergenceSpec(0.0, False, budget, True, True, "one_pass")
@@ -467,7 +467,7 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     rows.stats.zero_()
     known = {t.untyped_storage()._cdata for t in (hidden, weight, gradient, given, *tokens, rows.stats)}
     with PeakMemory(known) as memory:
-        rows.write_weight_gradient(gradient, v // 2, 1.0, torch.ones(()))
+        rows.write_weight_gradient(gradient, v // 2, 1.0, torch.ones((), device=device))
     assert budget // 2 < memory.peak <= budget + 16 * 1024  # and numbers of each token
     assert not gradient[v // 2 :].any() and gradient[: v // 2].any(dim=1).all()
 

@@ -78,6 +78,7 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(dispatch, "FILTER_FROM", 0.0 if strategy == "filtered" else math.inf)
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
     monkeypatch.setattr(dispatch, "ONE_BLOCK_BYTES", math.inf if strategy == "one_block" else 0)
+    monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX_FALLBACK", 0)  # for "portable" on a GPU
     from hf_cce.kernels import backward, exp_cache, exp_products, loss
 
     # With several slabs of the product. "exp_cache" has none, also with a frozen head.

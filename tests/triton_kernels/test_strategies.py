@@ -19,6 +19,7 @@ from forced_strategies import (
     dtype_for,
     force_strategy,
     forward_counter,
+    in_the_interpreter,
 )
 from losses import PLAIN, Options, check_against_plain, fused_loss, loss_and_gradients, make_inputs, plain_loss
 from numerics import assert_all_accurate, relative_error
@@ -87,7 +88,9 @@ def test_losses_of_tokens_may_be_changed_in_place(strategy: str, ignored: str, f
 @pytest.mark.parametrize(
     ("strategy", "dtype", "reduction"),
     [
-        *((name, dtype_for(name), "mean") for name in (*STRATEGIES, "portable")),
+        *((name, torch.float32, "mean") for name in (*STRATEGIES, "portable") if name != "filtered"),
+        # The second pass is not filtered. On a GPU both round to bfloat16, each differently.
+        pytest.param("filtered", torch.float32, "mean", marks=in_the_interpreter),
         *((name, torch.float32, "none") for name in ("exact", "portable")),
         *(("one_block", dtype, name) for dtype in (torch.float16, torch.bfloat16) for name in ("mean", "none")),
     ],
