@@ -69,11 +69,12 @@ def device(implementation: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def release_gpu_memory() -> Iterator[None]:
-    """Return cached memory to the GPU after each test, for the other processes of xdist."""
+def fresh_gpu() -> Iterator[None]:
+    """After each test, return cached memory to the GPU, for other processes, and switch off TF32, which accelerate enables."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(autouse=True)

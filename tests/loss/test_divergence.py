@@ -449,7 +449,7 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """As on a GPU: on a CPU, the product would copy its operands to float32."""
         gc.collect()  # Triton's interpreter leaves the arguments of a launch in reference cycles
-        return torch.zeros(len(a), b.shape[1])
+        return torch.zeros(len(a), b.shape[1], device=a.device)
 
     monkeypatch.setattr(divergence_rows, "multiply", multiply)
     monkeypatch.setattr(kernel_rows, "BLOCK", 1024)
