@@ -168,7 +168,9 @@ def summary(page: str) -> list[str]:
     for model, file in cases.items():
         report = read(file)
         found, settings = report["results"], report["settings"]
-        title = f"{model}, {'trained' if settings['pretrain_steps'] else 'random'} weights"
+        name, *options = model.split(", ")
+        weights = "briefly trained" if settings["pretrain_steps"] else "random weights"
+        title = ", ".join((f"{name} shape", *options, weights))
         if settings.get("memory_limit"):
             title += f", at most {settings['memory_limit']:g} GiB of memory"
         title += f", {settings['batch']:,} × {settings['sequence']:,} tokens"

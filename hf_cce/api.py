@@ -65,7 +65,8 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
 def remove_cce(model: Target) -> Target:
     """Restore a model, class or model type that ``apply_cce`` patched.
 
-    Removing the patch of a class affects instances created later. An unpatched model is left unchanged.
+    For a class or a model type, instances created later are not patched; existing instances stay patched. Without a patch,
+    nothing happens.
 
     Returns:
         ``model``, the same object.
@@ -87,7 +88,7 @@ def disabled() -> bool:
 
 @functools.cache
 def _log_disabled() -> None:
-    logger.warning("hf_cce is disabled by %s=%s, no model is patched", DISABLE, os.environ[DISABLE])
+    logger.warning("hf_cce is disabled by %s=%s: no model is patched", DISABLE, os.environ[DISABLE])
 
 
 def supported_models() -> list[str]:

@@ -43,13 +43,12 @@ class CCEConfig:
             ``"triton"`` runs the kernels or raises. ``"portable"`` runs PyTorch.
             Except with ``"triton"``, few tokens on a GPU get the model's own loss on full logits, which is faster there.
         memory_budget: workspace of one call, without its inputs and gradients: bytes, or a string such as ``"512MiB"``; at least
-            1 MiB. ``"auto"`` is 256 MiB per 8,192 tokens, rounded up. It takes more in three cases: for exact gradients and
-            losses of single tokens, up to the size of the head's gradient; in PyTorch, for larger blocks and for logits that
-            losses of single tokens keep until the backward pass; and for divergences, for blocks of logits, sums of gradients
-            and kept logits. A smaller budget is slower, and may disable the gradient filter. The PyTorch fallback needs room
-            for 16 tokens with the whole vocabulary, or 16 vocabulary entries with all tokens. Some scalar losses compute their
-            gradients in the forward pass, and hold them until the backward pass: under torch.compile (except in float16), in
-            PyTorch, for divergences, and for exact gradients if the budget holds large groups of tokens.
+            1 MiB. ``"auto"`` is 256 MiB per 8,192 tokens, rounded up, and more where this saves time: for exact gradients,
+            per-token losses and divergences, and in the PyTorch fallback. Pass a size to limit it. A smaller budget is slower,
+            and may disable the gradient filter. The PyTorch fallback needs room for 16 tokens with the whole vocabulary, or 16
+            vocabulary entries with all tokens. Some scalar losses compute their gradients in the forward pass, and hold
+            them until the backward pass: under torch.compile (except in float16), in PyTorch, for divergences, and for exact
+            gradients if the budget holds large groups of tokens.
         gradient_filter: lets the Triton kernels skip tiles of the logits' gradient that contribute little. A number, at most
             0.1, is the allowed relative error of the gradients of hidden states and weight. ``"auto"`` keeps the error below
             that of bfloat16 logits. None disables the filter. In other dtypes than bfloat16, nothing is skipped. The error is

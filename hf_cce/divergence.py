@@ -1,4 +1,4 @@
-"""``linear_divergence``: distillation losses between two linear heads, without materializing the logits of either.
+"""``linear_divergence``: distillation losses between two linear heads, with less memory than full logits.
 
 Legend: N tokens, D hidden size, V vocabulary. Logits are z = softcap · tanh(x / softcap) / T with
 x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
@@ -90,7 +90,7 @@ def linear_divergence(
     num_items_in_batch: Tensor | int | float | None = None,
     config: CCEConfig | None = None,
 ) -> Tensor:
-    """Compute the divergence of a student's next-token distribution from a teacher's, without materializing logits.
+    """Compute the divergence of a student's next-token distribution from a teacher's, with less memory than full logits.
 
     The loss of a token is KL(p_teacher ‖ p_student) for ``"forward_kl"``, KL(p_student ‖ p_teacher) for ``"reverse_kl"``, and for
     ``"jsd"`` the generalized Jensen-Shannon divergence β KL(p_teacher ‖ m) + (1 − β) KL(p_student ‖ m) with the mixture

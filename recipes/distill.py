@@ -1,7 +1,7 @@
 """Distillation with TRL's DistillationTrainer: the student generates answers and learns the teacher's distributions for them.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with `prompt` (text or messages). Student and
-teacher need the same tokenizer; their hidden sizes may differ. Neither model materializes logits in training.
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a dataset on the Hub with `prompt` (text or messages). Student and
+teacher need the same tokenizer; their hidden sizes may differ.
 
     accelerate launch --config_file recipes/accelerate/one_gpu.yaml recipes/distill.py --output_dir out \\
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-1.5B-Instruct \\
@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> DistillationTrainer:
     parser.set_defaults(dtype=None, **machine_defaults())
     script, training, model = parser.parse_args_and_config(arguments)
     if script.dataset_name is None:
-        parser.error("--dataset_name is missing: a folder, a file or a data set of the hub")
+        parser.error("--dataset_name is missing: a folder, a file or a dataset on the Hugging Face Hub")
     if training.teacher_model_name_or_path is None:
-        parser.error("--teacher_model_name_or_path is missing: a folder or a model of the hub")
+        parser.error("--teacher_model_name_or_path is missing: a folder or a name on the Hugging Face Hub")
     half = "float16" if training.fp16 else "bfloat16"
     mixed = training.fp16 or training.bf16
     if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast

@@ -1,6 +1,6 @@
 """Reinforcement learning with TRL's GRPO: log-probabilities and entropies of the policy without materialized logits.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with `prompt` (text or messages). Other columns
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a dataset on the Hub with `prompt` (text or messages). Other columns
 are passed to the reward. The reward below gives 1 if the completion contains the row's `answer`. For your own reward, pass
 --reward my_module.function.
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser.set_defaults(dtype=None, **machine_defaults())
     script, training, model = parser.parse_args_and_config(arguments)
     if script.dataset_name is None:
-        parser.error("--dataset_name is missing: a folder, a file or a data set of the hub")
+        parser.error("--dataset_name is missing: a folder, a file or a dataset on the Hugging Face Hub")
     if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast
         half = "float16" if training.fp16 else "bfloat16"
         model.dtype = half if model.use_peft and (training.fp16 or training.bf16) else "float32"

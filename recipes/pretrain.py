@@ -1,6 +1,6 @@
 """Pretraining with Trainer on streamed text, without full logits: from random weights, or with --continued from trained ones.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv, .txt) or a data set on the hub with a text column. It is streamed during
+Data: a folder, a file (.jsonl, .json, .parquet, .csv, .txt) or a dataset on the Hub with a text column. It is streamed during
 training, shuffled within a buffer, and cut into sequences of equal length; documents are joined by the end-of-text token.
 
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/pretrain.py --output_dir out --max_steps 1000 \\
@@ -39,8 +39,10 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 class PretrainArguments:
     """Model and data arguments."""
 
-    model_name_or_path: str = field(metadata={"help": "configuration and tokenizer; a folder or a name on the hub"})
-    dataset_name: str = field(metadata={"help": "a folder, a file or a data set of the hub"})
+    model_name_or_path: str = field(
+        metadata={"help": "configuration and tokenizer; a folder or a name on the Hugging Face Hub"}
+    )
+    dataset_name: str = field(metadata={"help": "a folder, a file or a dataset on the Hugging Face Hub"})
     dataset_config: str | None = field(default=None, metadata={"help": "which configuration of the data set"})
     train_split: str = field(default="train", metadata={"help": "the split that is trained on"})
     validation_split: str = field(default="validation", metadata={"help": "the split that --eval_strategy reads"})

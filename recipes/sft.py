@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL without materialized logits: full, LoRA or QLoRA, of text or image-text models.
 
-Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a data set on the hub with one of
+Data: a folder, a file (.jsonl, .json, .parquet, .csv) or a dataset on the Hub with one of
     messages              chats; the tokenizer needs a chat template
     prompt, completion    the loss covers only the completion
     text                  plain text, one row each
@@ -10,7 +10,7 @@ and with `images` next to messages or prompt for an image-text model.
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --dataset_name trl-lib/Capybara
 
 LoRA:   --use_peft --lora_target_modules all-linear        QLoRA (pip install bitsandbytes): add --load_in_4bit
-Embedding on the CPU between uses, with or without QLoRA (TRL cannot train with an LM head there): --model_init_kwargs
+To keep the input embedding on the CPU (the LM head must stay on the GPU): --model_init_kwargs
         '{"device_map": {"model.embed_tokens": "cpu", "model.layers": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}}'
 Chats:  --assistant_only_loss        Speed: --packing       Evaluation: --eval_strategy steps, on the split test
 Resume: --resume_from_checkpoint out/checkpoint-500        Logs: --report_to wandb        Hub: --push_to_hub
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None, callbacks: Sequence[TrainerCallback
     parser.set_defaults(dtype=None, **machine_defaults())
     script, training, model = parser.parse_args_and_config(arguments)
     if script.dataset_name is None:
-        parser.error("--dataset_name is missing: a folder, a file or a data set of the hub")
+        parser.error("--dataset_name is missing: a folder, a file or a dataset on the Hugging Face Hub")
     if model.dtype is None:  # frozen weights in half precision; trained weights in float32, under autocast
         half = "float16" if training.fp16 else "bfloat16"
         model.dtype = half if model.use_peft and (training.fp16 or training.bf16) else "float32"

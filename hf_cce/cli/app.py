@@ -101,7 +101,8 @@ def bench(options: argparse.Namespace, out: Output) -> int:
 
     All losses take turns in one process: hf_cce with and without the gradient filter, full logits and, on a GPU, torch.compile
     of full logits. Random data are the worst case: the gradient filter drops nothing, as at the start of pretraining.
-    Without --tokens, --hidden-size and --vocab-size, shapes that suit the device are measured.
+    Without --tokens, --hidden-size and --vocab-size, several shapes that suit the device are measured; with one of them, a
+    single shape.
 
     Exit codes: 0 if everything was measured, 1 if one of the losses failed, 2 if the benchmark could not run.
     """

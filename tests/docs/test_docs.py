@@ -17,6 +17,7 @@ from numerics import budget, relative_error
 
 import hf_cce
 from benchmarks import report
+from hf_cce import dispatch
 from hf_cce.cli.app import parser
 
 README = ROOT / "README.md"
@@ -192,8 +193,18 @@ def test_links_resolve(page: Path) -> None:
 def test_readme_counters_are_current(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = [code for code in code_of(README) if "cce_stats()" in code]
     exec(compile(block, "README.md", "exec"), stand_ins)
-    (shown,) = re.findall(r"\)  # ([01 ]+)$", block, re.MULTILINE)
+    (shown,) = re.findall(r"\)  # ([01 ]+) \(on a GPU", block, re.MULTILINE)
     assert shown in capsys.readouterr().out.splitlines()
+
+
+def test_limits_of_small_batches_and_of_the_filter_are_current() -> None:
+    page = (ROOT / "docs/start/support.md").read_text("utf-8")
+    limits = (dispatch.FULL_LOGITS_MAX, dispatch.FULL_LOGITS_MAX_FALLBACK, dispatch.FULL_LOGITS_MAX_OPTIONS)
+    for limit in (
+        *(f"{number // 10**6} million" for number in limits), f"at {dispatch.BYTES_PER_LOGIT} bytes each",
+        f"at least {dispatch.FILTER_TOKENS:,} tokens", f"≥ {dispatch.FILTER_FROM / 1e11:g} × 10¹¹",
+    ):  # fmt: skip
+        assert limit in page, limit
 
 
 def test_options_table_is_complete() -> None:
