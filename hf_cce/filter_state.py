@@ -103,6 +103,8 @@ class FilterState:
             first = torch.full((), tau, dtype=torch.float32, device=hidden.device)
             if _capturing():
                 return first  # in the graph's memory, which replays overwrite
+            if self._tau is not None:  # of another gradient_filter or device: start again
+                self._first_step, self._probing, self._pending = self._steps, True, None
             self._tau, self._gradient_filter = first, gradient_filter
         if _capturing():
             self._pinned.append(self._tau)

@@ -466,6 +466,7 @@ class HeadOutput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         operands, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         ctx.call.last_pass = ctx.call.gathered = None
+        ctx.call.shared_passes.clear()
         losses, dense = _split(grad)
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:

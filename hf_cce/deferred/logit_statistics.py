@@ -113,14 +113,19 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     Only the backward pass needs the labels, so each part writes its own when they are known.
     """
     (parent, op), (how, index), call = r.part_of, r.split, r.call  # type: ignore[misc]
-    whole, made, ids = parent.replace(ops=r.ops), call.last_pass, ids.to(r.hidden_states.device)
-    same = made is not None and made.split == how and _is_same(made.identity, _identity(whole))
-    if not same or (entropy and made.found.entropy is None):
+    whole, ids = parent.replace(ops=r.ops), ids.to(r.hidden_states.device)
+    identity, made = _identity(whole), None
+    for each in call.shared_passes:
+        if each.split == how and _is_same(each.identity[:4], identity[:4]):
+            if not _is_same(each.identity, identity):  # other operations, such as a temperature of each part
+                return None
+            if index not in each.parts and not (entropy and each.found.entropy is None):
+                made = each
+    if made is None:
         labels = torch.zeros(whole.hidden_states.shape[:-1], dtype=torch.long, device=ids.device)
         _pass_over_head(whole, labels, {"logsumexp": True, "entropy": entropy})
         made = call.last_pass = call.last_pass._replace(split=how, parts=set())
-    if index in made.parts:
-        return None
+        call.shared_passes.append(made)
     made.parts.add(index)
     valid, found = ids != NO_LABEL, made.found
     labels = ids.masked_fill(~valid, 0)

@@ -76,6 +76,7 @@ class TrainingCall:
     closed: bool = False  # the call has returned
     # Cleared by the backward pass
     last_pass: Any = None  # the last ``Pass`` over the head
+    shared_passes: list[Any] = field(default_factory=list)  # those that the parts of split logits share
     gathered: Any = None  # the last ``Gathered`` logits
     boundaries: list[Any] = field(default_factory=list)  # see ``lazy_tensor.graph_boundary``; taken by ``FusedResult``
 

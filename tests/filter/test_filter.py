@@ -11,7 +11,10 @@ from losses import PLAIN, Inputs, Options, full_logits, fused_step, make_inputs,
 from numerics import assert_accurate, assert_all_accurate, relative_error
 from torch import Tensor
 
-from hf_cce import FilterState
+from hf_cce import CCEConfig, FilterState, dispatch, spec
+from hf_cce.config import MIB
+from hf_cce.quantized import FrozenWeight
+from hf_cce.strategies import FilteredStatistics
 
 pytest.importorskip("triton")
 
@@ -397,3 +400,16 @@ def test_estimates_in_chunks_are_the_same(softcap: float | None, monkeypatch: py
     for ours, all_at_once in zip(found[1], found[0], strict=True):
         assert DEVICE == "cuda" or ours > 0
         assert_accurate(ours, all_at_once, all_at_once, "estimate", torch.float32)
+
+
+@in_the_interpreter
+def test_statistics_deduct_a_dequantized_weight_from_the_budget() -> None:
+    weight = torch.randn(4096, 512)  # 8 MiB
+    read = lambda start, stop, dtype: weight[start:stop].to(dtype)  # noqa: E731
+    frozen = FrozenWeight.of(read, None, weight.shape, weight.dtype, weight.device)
+    hidden, labels = torch.randn(64, 512, requires_grad=True), torch.zeros(64, dtype=torch.long)
+    config = CCEConfig("triton", memory_budget="64MiB", gradient_filter=1e-2)
+    options = spec.LossSpec.of(config, 64, (True, False, False)), spec.WantedStats(), True, FilterState()
+    strategy = dispatch.dispatch_statistics(spec.Inputs(hidden, frozen, None, labels), *options)
+    assert isinstance(strategy, FilteredStatistics)
+    assert strategy.spec.memory_budget == strategy.unfiltered.spec.memory_budget == 56 * MIB

@@ -86,6 +86,16 @@ def test_another_requested_error_resets_the_threshold() -> None:
     assert first is not None and second is not None and second < first
 
 
+def test_after_a_number_auto_probes_and_measures_as_at_the_start() -> None:
+    state, hidden = FilterState(), torch.zeros(1)
+    for _ in range(10):
+        state.threshold(0.06, hidden)
+        state.report(make_report(0.05))
+    assert not state.measure()
+    state.threshold("auto", hidden)
+    assert state.probe_only() and state.measure()
+
+
 def next_tau(state: FilterState, gradient_filter: Any) -> float:
     tau = state.threshold(gradient_filter, torch.zeros(1, dtype=torch.bfloat16))
     assert tau is not None
