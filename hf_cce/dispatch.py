@@ -1,4 +1,4 @@
-"""Choice of the strategy that computes a loss, from its sizes, dtype, device and options. No other module decides this.
+"""Choice of the strategy that computes a loss, from its sizes, dtype, device and options. No other module picks one.
 
 ``explain_dispatch`` returns the decision and its reason without needing tensors.
 """
@@ -401,7 +401,8 @@ def explain_dispatch(
     """Return how the scalar loss of a patched model is computed, and why.
 
     Args:
-        device: a device or device type. On a machine without CUDA, ``"cuda"`` stands for a GPU that runs the kernels.
+        device: a device or device type. On a machine without CUDA, ``"cuda"`` stands for a GPU that runs the kernels; for one
+            that does not, such as a T4, pass ``CCEConfig("portable")``.
         frozen: True if the head's weight needs no gradient.
     """
     config, device = config or CCEConfig(), torch.device(device)

@@ -2,7 +2,8 @@
 
 ``HANDLERS`` maps the name of a torch function or method to a function that records the operation, or computes its result from
 hidden states and weight. Full logits are used if it returns NotImplemented, and for every name that is not in the table.
-Results are float32 (float64 for float64 logits), even where torch would round them to the dtype of the logits.
+Single logits, ``topk`` and ``max`` have the dtype of the logits. All other results are float32 (float64 for float64 logits), even
+where torch would round them.
 """
 
 from __future__ import annotations
@@ -407,7 +408,7 @@ def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tup
 
 
 def can_compute_log_probs(x: Any, index: Any = None) -> bool:
-    """Return True if ``log_probs`` supports ``index``: one token id per token, and no masked ids."""
+    """Return True if ``log_probs_and_entropy`` supports ``index``: one token id per token, and no masked ids."""
     one_each = isinstance(index, Tensor) and index.shape == x.shape[:-1] and not index.is_floating_point()
     ready = not x._is_stale and not x.recipe.mask_ops() and _meaning_of(x, "z") is not None
     return ready and (index is None or one_each)

@@ -303,9 +303,9 @@ _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``gra
 
 
 def graph_boundary(recipe: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
-    """Return ``source``, or ``value`` in its place, as the input of a new graph, in which a result is computed from it.
+    """Cut the graph at ``source``: return a leaf with its values, or with ``value``, from which a result is computed.
 
-    The backward pass first computes the gradients of all such inputs, then those of their sources, one pass over the head at a
+    The backward pass first computes the gradients of all such leaves, then those of their sources, one pass over the head at a
     time: ``of_pass`` identifies the pass that computed ``source``.
     """
     if not source.requires_grad or not recipe.leaves:  # no leaves: these logits are, or come from, a compiled graph
@@ -317,9 +317,10 @@ def graph_boundary(recipe: Any, source: Tensor, of_pass: object, value: Tensor |
 
 
 def share_gradient(source: Tensor, equal: Tensor, of_pass: object, where: Tensor | None = None) -> None:
-    """Replace ``source`` by ``equal``, which has the same values, in a backward pass of several losses: one pass serves all.
+    """In a backward pass of several losses, add the gradient of ``source`` to that of ``equal``, which has the same values.
 
-    With a mask ``where`` [..., K], only the masked entries of ``source`` [..., K] are replaced, by those of ``equal`` [..., 1].
+    One pass over the head then serves both. With a mask ``where`` [..., K], only the masked entries of ``source`` [..., K] have
+    the values of ``equal`` [..., 1].
     """
     # ``equal`` must not depend on ``source``: that would be a reference cycle.
     _metadata(source)[_EQUAL], _metadata(equal)[_PASS] = (equal, where), of_pass

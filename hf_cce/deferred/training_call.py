@@ -52,7 +52,7 @@ class Stats:
 
 @dataclass
 class TrainingCall:
-    """One training call: its options, and what happened in it."""
+    """One training call, or an evaluation call with labels: its options, and what happened in it."""
 
     config: CCEConfig | None = None
     stats: Stats = field(default_factory=Stats)
@@ -118,7 +118,7 @@ class TrainingCall:
             self.traced += 1
             self.stats.traced = True
         else:
-            self.stats.fused += self.labels or self.fused == 1
+            self.stats.fused += self.labels or self.fused == 1  # without labels, the losses of a call count once
 
     def note_materialized(self, why: str) -> None:
         if self.evaluation:
