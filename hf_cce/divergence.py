@@ -18,16 +18,7 @@ from hf_cce import checks
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
-from hf_cce.divergence_rows import (
-    HeadRows,
-    OfRows,
-    divergence_kernels,
-    divergence_of_rows,
-    gradients_by_blocks,
-    gradients_of_rows,
-    gradients_of_sums,
-    one_pass,
-)
+from hf_cce.divergence_rows import DivergenceRows, HeadRows, divergence_kernels
 from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens, WantedGrads
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
@@ -170,15 +161,13 @@ class Divergence(torch.autograd.Function):
         if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
             # A kernel cannot be launched for zero tokens.
             spec = replace(spec, triton=False, multiplies=False, way="keep")
-        s, t = _prepare(student, teacher, tokens, spec)
+        of_rows = _of_rows(student, teacher, tokens, spec)
         with compute_context(hidden):
-            of_rows = _of_rows(s, t, tokens, spec)
             if spec.way == "one_pass":
-                divergence, entropy, ctx.kept = one_pass(of_rows, s, tokens, spec, ctx.needs_input_grad[:3])
+                divergence, entropy, ctx.kept = of_rows.one_pass(ctx.needs_input_grad[:3])
             else:
-                upstream = factor if spec.way == "keep" else None
-                divergence, entropy, ctx.kept = divergence_of_rows(of_rows, s, spec, upstream)
-        ctx.stats = of_rows.stats if isinstance(of_rows, HeadRows) else None
+                divergence, entropy, ctx.kept = of_rows.divergences(factor if spec.way == "keep" else None)
+        ctx.stats = of_rows.stats
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         given = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in teacher]
         ctx.teacher = teacher_type(*(x if saved is None else None for x, saved in zip(teacher, given, strict=True)))
@@ -200,7 +189,7 @@ class Divergence(torch.autograd.Function):
         (form, spec, factor), saved, given = ctx.options, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         student, tokens = Head(*saved[:3], *form), Tokens(*saved[3:])
         teacher = type(ctx.teacher)(*(x if y is None else y for x, y in zip(ctx.teacher, given, strict=True)))
-        s, t = _prepare(student, teacher, tokens, spec)
+        of_rows = _of_rows(student, teacher, tokens, spec, ctx.stats)
         summed = grad.stride() == (0,)  # the gradient of a sum or a mean: equal for all tokens
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         of_tokens = tokens.gather(grad[:, None])[:, 0].contiguous()
@@ -208,15 +197,14 @@ class Divergence(torch.autograd.Function):
         kept: Any = ctx.kept
         ctx.kept = None  # a second backward pass computes it again
         with compute_context(student.hidden):
-            of_rows = _of_rows(s, t, tokens, spec, ctx.stats)
             if spec.way == "keep":
-                kept = kept or divergence_of_rows(of_rows, s, spec, factor)[2]
-                grads = gradients_of_rows(kept, s, of_tokens, wanted)
+                kept = kept or of_rows.divergences(factor)[2]
+                grads = of_rows.gradients(kept, of_tokens, wanted)
             elif kept is not None and summed:
-                grads = gradients_of_sums(kept, of_rows, s, tokens, spec, grad[0], wanted)
+                grads = of_rows.gradients_of_sums(kept, grad[0], wanted)
             else:
                 kept = None  # free it first
-                grads = gradients_by_blocks(of_rows, s, tokens, of_tokens, spec, wanted)
+                grads = of_rows.gradients_by_blocks(of_tokens, wanted)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
@@ -225,16 +213,12 @@ class Divergence(torch.autograd.Function):
 
 def _of_rows(
     student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec, stats: Tensor | None = None
-) -> OfRows:
+) -> DivergenceRows:
+    """Put the rows in the order of ``tokens``, and limit both heads to the vocabulary entries of the smaller one."""
     if isinstance(teacher, TopK):
-        return TopKRows(student, teacher, spec)
-    return HeadRows(student, teacher, tokens, spec, stats)
-
-
-def _prepare(student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec) -> tuple[Head, Head | TopK]:
-    """Return both heads with as many vocabulary entries as the smaller one, and with the rows in the order of ``tokens``."""
-    if isinstance(teacher, TopK):
-        return student, teacher
+        student = student._replace(hidden=tokens.gather(student.hidden))
+        log_p = tokens.gather(teacher.log_p, fill=-math.inf)  # padding
+        return TopKRows(student, teacher._replace(ids=tokens.gather(teacher.ids), log_p=log_p), tokens, spec)
     sizes = (x.hidden.shape[1] if x.weight is None else x.weight.shape[0] for x in (student, teacher))
     heads, v = [], min(sizes)
     for x in (student, teacher):
@@ -244,7 +228,7 @@ def _prepare(student: Head, teacher: Head | TopK, tokens: Tokens, spec: Divergen
             bias = None if x.bias is None else x.bias.double()
             x = x._replace(hidden=x.hidden.double(), weight=x.weight.double(), bias=bias)
         heads.append(divergence_kernels().with_contiguous_rows(x) if spec.triton else x)
-    return heads[0], heads[1]
+    return HeadRows(heads[0], heads[1], tokens, spec, stats)
 
 
 def token_divergences(
@@ -267,7 +251,7 @@ def token_divergences(
 
 def _divergences(
     student: Head,
-    teacher: Head | TeacherTopK,
+    teacher: Head | TopK,
     mask: Tensor | None,
     beta: float,
     config: CCEConfig,
@@ -284,25 +268,17 @@ def _divergences(
     # Raises if kernels are required, but cannot run.
     choose_implementation(hidden.device, hidden.dtype, config.implementation)
     problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
-    given: Head | TopK
-    if isinstance(teacher, TeacherTopK):
-        log_p, tokens = teacher.log_probs.to(accumulation_dtype(hidden.dtype)), Tokens(None, None)
-        if mask is not None:  # NaN in an excluded token must not propagate
-            hidden = torch.where(mask[:, None], hidden, 0)
-            log_p = torch.where(mask[:, None], log_p, -math.inf)  # padding
-        given, kernels = TopK(teacher.ids, log_p, teacher.tail == "lump"), teacher.ids.shape[1] <= MAX_TOP_K
+    top_k = isinstance(teacher, TopK)
+    if isinstance(teacher, TopK):
+        kernels = teacher.ids.shape[1] <= MAX_TOP_K
     else:
-        given, tokens = teacher, Tokens.of(mask, len(hidden), hidden.device)
         kernels = teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
     needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
-    loss_spec, top_k = LossSpec.of(config, len(hidden), needs), isinstance(given, TopK)
+    loss_spec = LossSpec.of(config, len(hidden), needs)
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
     found, entropies = Divergence.apply(
-        hidden, *student[1:3], student, given, tokens, spec, factor if any(needs) else None
+        hidden, *student[1:3], student, teacher, Tokens.of(mask, hidden.device), spec, factor if any(needs) else None
     )
-    if top_k and mask is not None and not summed:
-        # The upstream gradient of an excluded token may be NaN: 0 / 0 in the mean of a sequence without tokens.
-        found = torch.where(mask, found, 0)
     return found, entropies if entropy else None
 
 
@@ -319,7 +295,7 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
 
 def _prepare_teacher(
     teacher: TeacherHead | TeacherTopK | Tensor, student_hidden: Tensor, temperature: float
-) -> Head | TeacherTopK:
+) -> Head | TopK:
     """Check the teacher; return it detached and flattened."""
     if isinstance(teacher, TeacherTopK):
         return _prepare_top_k(teacher, student_hidden)
@@ -342,7 +318,7 @@ def _prepare_teacher(
     return found
 
 
-def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
+def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TopK:
     ids, log_probs, tail = teacher
     checks.check_tensor("teacher ids", "[..., k]", ids)
     checks.check_tensor("teacher log_probs", "[..., k]", log_probs)
@@ -361,7 +337,8 @@ def _prepare_top_k(teacher: TeacherTopK, student_hidden: Tensor) -> TeacherTopK:
             f"teacher ids and log_probs must have the same shape, got {tuple(ids.shape)} and {tuple(log_probs.shape)}"
         )
     ids = ids.reshape(-1, ids.shape[-1]).long()
-    return TeacherTopK(ids, log_probs.detach().reshape(ids.shape), tail)
+    log_p = log_probs.detach().reshape(ids.shape).to(accumulation_dtype(student_hidden.dtype))
+    return TopK(ids, log_p, tail == "lump")
 
 
 def _prepare_mask(mask: Tensor | None, student_hidden: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ the weight's gradient as fit its own buffer, and compute the logits of the other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,10 +39,6 @@ from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
 
 MIN_TOKENS = 512  # rather than sum all of dW over blocks of fewer tokens, the kernels compute some logits again
-# (products, rows, scale, divergences, entropies): sets the divergences of some rows [n] and, if wanted, the student's entropies
-# [n], from the student's products h Wᵀ + b [n, V], which it computes, too, if ``DivergenceSpec.multiplies``. With a scale, which
-# may differ by row ([n, 1]), it overwrites the products with the divergences' gradient times the scale.
-OfRows = Callable[[Tensor, slice, Tensor | float | None, Tensor, Tensor | None], None]
 
 
 def divergence_kernels() -> Any:
@@ -75,134 +71,131 @@ class KeptGradient(NamedTuple):
     scale: Tensor | float
 
 
-def divergence_of_rows(
-    of_rows: OfRows, student: Head, spec: DivergenceSpec, factor: Tensor | float | None
-) -> tuple[Tensor, Tensor, KeptGradient | None]:
-    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with a ``factor``, the logits' gradient.
-
-    ``factor`` is the scalar by which the caller multiplies the divergences.
-    """
-    hidden, weight = student.hidden, student.weight
-    n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
-    scale: Tensor | float | None = None
-    divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    entropy = divergence.new_empty(n if spec.entropy else 0)
-    if factor is not None:
-        scale = gradient_scale(hidden, _largest_slope(student, spec), factor)
-        kept = KeptGradient(make_logits(student), scale)
-    # The budget is for blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
-    room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
-    block = tokens_per_block(n, len(weight), hidden.dtype, not hidden.is_cuda, room)
-    for start in range(0, n, block):
-        rows = slice(start, min(n, start + block))
-        z = make_logits(student, rows) if kept is None else kept.logits[rows]
-        of_rows(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
-        del z  # free it before the next one is allocated
-    return divergence, entropy, kept
-
-
-def _largest_slope(student: Head, spec: DivergenceSpec) -> float:
-    """Return the order of the largest gradient of a product: that of the reverse KL, p · (gap − KL), is a gap of logits."""
-    return student.logit_scale * (64.0 if spec.beta == 1.0 else 1.0)
-
-
-def gradients_of_rows(kept: KeptGradient, student: Head, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
-    factors = split_factors(student.hidden.dtype, grad / kept.scale)
-    return wanted.pad(*logit_products(kept.logits, student.hidden, student.weight, wanted.needs, *factors))
-
-
-def one_pass(
-    of_rows: OfRows, student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs, by_row: Tensor | None = None
-) -> tuple[Tensor, Tensor, GradSums]:
-    """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
-
-    Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. ``gradients_of_sums`` completes the gradients.
-    """
-    entropy, stop = student.hidden.new_empty(0, dtype=accumulation_dtype(student.hidden.dtype)), 0
-    if spec.entropy and by_row is None:
-        entropy = entropy.new_empty(len(student.hidden))
-
-    def to_gradients(
-        z: Tensor, labels: Tensor, loss_spec: LossSpec, scale: Tensor | float, has_bias: bool
-    ) -> tuple[Tensor, Tensor]:
-        nonlocal stop
-        rows, stop = slice(stop, stop + len(z)), stop + len(z)
-        divergence = entropy.new_empty(len(z))
-        scale = scale if by_row is None else by_row[rows, None] * scale
-        of_rows(z, rows, scale, divergence, entropy[rows] if len(entropy) else None)
-        return divergence, divergence
-
-    hidden, weight = student.hidden, student.weight
-    on_cpu, budget, overflow, sums_all = hidden.device.type == "cpu", spec.memory_budget, 0, True
-    row_bytes = 2 * hidden.element_size() * len(weight)  # the logits of student and teacher
-    if hidden.element_size() < 4:  # float32 sums of dh, and of dW as far as they do not fit its buffer
-        budget, overflow = max(budget - 4 * hidden.numel(), budget // 4), needs[1] * weight.nbytes
-    if isinstance(of_rows, HeadRows) and spec.triton and overflow > max(budget - MIN_TOKENS * row_bytes, 0):
-        sums_all = False
-        of_rows.keep_stats()
-    else:
-        budget = max(budget - overflow, spec.memory_budget // 4)
-    room = budget // (2 if spec.triton else 4)  # in PyTorch, half of the budget is for chunks
-    room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
-    block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
-    x, loss_spec = _block_problem(student, tokens, spec, needs)
-    divergence, _, _, sums = token_blocks(
-        x, loss_spec, lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies, sums_all
-    )
-    return divergence, entropy, sums
-
-
-def _block_problem(student: Head, tokens: Tokens, spec: DivergenceSpec, needs: Needs) -> tuple[Inputs, LossSpec]:
-    """Return what ``token_blocks`` and its result take: tokens that are not selected have the label that is ignored."""
-    hidden, weight, bias = student[:3]
-    labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    if tokens.order is not None:
-        labels.masked_fill_(~tokens.valid(hidden), -1)
-    return Inputs(hidden, weight, bias, labels), LossSpec(-1, _largest_slope(student, spec), 0.0, needs=needs)
-
-
-def gradients_of_sums(
-    sums: GradSums, of_rows: OfRows, student: Head, tokens: Tokens, spec: DivergenceSpec, by: Tensor, wanted: WantedGrads,
-    by_row: Tensor | None = None,
-) -> HeadGrads:  # fmt: skip
-    """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, multiplied by the scalar ``by``."""
-    x, loss_spec = _block_problem(student, tokens, spec, wanted.needs)
-    grad_hidden, grad_weight, grad_bias = sums.finalize(x, loss_spec, by)
-    if (
-        grad_weight is not None
-        and sums.weight is not None
-        and isinstance(of_rows, HeadRows)
-        and of_rows.stats is not None
-    ):
-        scale = sums.scale if by_row is None else by_row[:, None] * sums.scale
-        of_rows.write_weight_gradient(grad_weight, len(sums.weight), scale, by.float() / sums.scale)
-    return wanted.pad(grad_hidden, grad_weight, grad_bias)
-
-
-def gradients_by_blocks(
-    of_rows: OfRows, student: Head, tokens: Tokens, grad: Tensor, spec: DivergenceSpec, wanted: WantedGrads
-) -> HeadGrads:
-    """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits."""
-    by_row, by = split_factors(student.hidden.dtype, grad)
-    sums = one_pass(of_rows, student, tokens, spec, wanted.needs, by_row)[2]
-    by = grad.new_ones(()) if by is None else by
-    return gradients_of_sums(sums, of_rows, student, tokens, spec, by, wanted, by_row)
-
-
 @dataclass
-class HeadRows:
-    """The ``OfRows`` of a teacher given by a head or by logits. All rows are in the order of ``tokens``."""
+class DivergenceRows:
+    """The divergences of the rows of a student, all in the order of ``tokens``. Subclasses are for one kind of teacher each."""
 
     student: Head
-    teacher: Head
+    teacher: Any
     tokens: Tokens
     spec: DivergenceSpec
-    stats: Tensor | None = (
-        None  # [3, N] of the kernel, written with the divergences and read by ``write_weight_gradient``
-    )
+    stats: Tensor | None = None  # [3, N] of the kernel, for ``write_weight_gradient``
 
-    def __call__(
+    def compute(
+        self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
+    ) -> None:
+        """Set the divergences of some rows [n] and, if wanted, the student's entropies [n].
+
+        ``z`` has the student's products h Wᵀ + b [n, V], which this computes, too, if ``DivergenceSpec.multiplies``. With a
+        ``scale``, which may differ by row ([n, 1]), it overwrites them with the divergences' gradient times the scale.
+        """
+        raise NotImplementedError
+
+    def keep_stats(self) -> bool:
+        """Keep statistics for ``write_weight_gradient`` from now on; return False if that is not supported."""
+        return False
+
+    def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
+        """Write the rows of the weight's gradient from ``start`` on, of the divergences times ``scale``, and times ``by``."""
+        raise NotImplementedError
+
+    def divergences(self, factor: Tensor | float | None) -> tuple[Tensor, Tensor, KeptGradient | None]:
+        """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with ``factor``, the logits' gradient.
+
+        ``factor`` is the scalar by which the caller multiplies the divergences.
+        """
+        student, spec, hidden, v = self.student, self.spec, self.student.hidden, len(self.student.weight)
+        n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
+        scale: Tensor | float | None = None
+        divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+        entropy = divergence.new_empty(n if spec.entropy else 0)
+        if factor is not None:
+            scale = gradient_scale(hidden, self._largest_slope(), factor)
+            kept = KeptGradient(make_logits(student), scale)
+        # For blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
+        room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
+        block = tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, room)
+        for start in range(0, n, block):
+            rows = slice(start, min(n, start + block))
+            z = make_logits(student, rows) if kept is None else kept.logits[rows]
+            self.compute(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
+            del z  # free it before the next one is allocated
+        return divergence, entropy, kept
+
+    def _largest_slope(self) -> float:
+        """Return the order of the largest gradient of a product: that of the reverse KL, p · (gap − KL), is a gap of logits."""
+        return self.student.logit_scale * (64.0 if self.spec.beta == 1.0 else 1.0)
+
+    def gradients(self, kept: KeptGradient, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+        """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
+        hidden, weight = self.student[:2]
+        factors = split_factors(hidden.dtype, grad / kept.scale)
+        return wanted.pad(*logit_products(kept.logits, hidden, weight, wanted.needs, *factors))
+
+    def one_pass(self, needs: Needs, by_row: Tensor | None = None) -> tuple[Tensor, Tensor, GradSums]:
+        """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
+
+        Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. ``gradients_of_sums`` completes the gradients.
+        """
+        spec, (hidden, weight) = self.spec, self.student[:2]
+        entropy, stop = hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype)), 0
+        if spec.entropy and by_row is None:
+            entropy = entropy.new_empty(len(hidden))
+
+        def to_gradients(
+            z: Tensor, labels: Tensor, loss_spec: LossSpec, scale: Tensor | float, has_bias: bool
+        ) -> tuple[Tensor, Tensor]:
+            nonlocal stop
+            rows, stop = slice(stop, stop + len(z)), stop + len(z)
+            divergence = entropy.new_empty(len(z))
+            scale = scale if by_row is None else by_row[rows, None] * scale
+            self.compute(z, rows, scale, divergence, entropy[rows] if len(entropy) else None)
+            return divergence, divergence
+
+        on_cpu, budget, overflow = hidden.device.type == "cpu", spec.memory_budget, 0
+        row_bytes = 2 * hidden.element_size() * len(weight)  # the logits of student and teacher
+        if hidden.element_size() < 4:  # float32 sums of dh, and of dW as far as they do not fit its buffer
+            budget, overflow = max(budget - 4 * hidden.numel(), budget // 4), needs[1] * weight.nbytes
+        sums_all = not (overflow > max(budget - MIN_TOKENS * row_bytes, 0) and self.keep_stats())
+        if sums_all:
+            budget = max(budget - overflow, spec.memory_budget // 4)
+        room = budget // (2 if spec.triton else 4)  # in PyTorch, half of the budget is for chunks
+        room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
+        block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
+        divergence, _, _, sums = token_blocks(
+            *self._block_problem(needs), lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies, sums_all
+        )
+        return divergence, entropy, sums
+
+    def _block_problem(self, needs: Needs) -> tuple[Inputs, LossSpec]:
+        """Return what ``token_blocks`` and its result take: tokens that are not selected have the label that is ignored."""
+        hidden, weight, bias = self.student[:3]
+        labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        if self.tokens.order is not None:
+            labels.masked_fill_(~self.tokens.valid(hidden), -1)
+        return Inputs(hidden, weight, bias, labels), LossSpec(-1, self._largest_slope(), 0.0, needs=needs)
+
+    def gradients_of_sums(
+        self, sums: GradSums, by: Tensor, wanted: WantedGrads, by_row: Tensor | None = None
+    ) -> HeadGrads:
+        """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, times the scalar ``by``."""
+        grad_hidden, grad_weight, grad_bias = sums.finalize(*self._block_problem(wanted.needs), by)
+        if self.stats is not None and grad_weight is not None and sums.weight is not None:
+            scale = sums.scale if by_row is None else by_row[:, None] * sums.scale
+            self.write_weight_gradient(grad_weight, len(sums.weight), scale, by.float() / sums.scale)
+        return wanted.pad(grad_hidden, grad_weight, grad_bias)
+
+    def gradients_by_blocks(self, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+        """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits."""
+        by_row, by = split_factors(self.student.hidden.dtype, grad)
+        sums = self.one_pass(wanted.needs, by_row)[2]
+        return self.gradients_of_sums(sums, grad.new_ones(()) if by is None else by, wanted, by_row)
+
+
+class HeadRows(DivergenceRows):
+    """Rows of a teacher given by a head or by logits."""
+
+    def compute(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
@@ -229,10 +222,14 @@ class HeadRows:
                 _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
             del g, minus, derivative
 
-    def keep_stats(self) -> None:
-        n, hidden = len(self.student.hidden), self.student.hidden
+    def keep_stats(self) -> bool:
+        if not self.spec.triton:
+            return False
+        hidden = self.student.hidden
         # Strides that are multiples of 16: for others Triton compiles another version of the kernel.
-        self.stats = torch.empty((3, -(-n // 16) * 16), dtype=torch.float32, device=hidden.device)[:, :n]
+        stride = -(-len(hidden) // 16) * 16
+        self.stats = torch.empty((3, stride), dtype=torch.float32, device=hidden.device)[:, : len(hidden)]
+        return True
 
     @cached_property
     def shifts(self) -> list[Tensor | None]:
@@ -258,7 +255,6 @@ class HeadRows:
         kernels.row_divergences(logits, z, given, student, teacher, self.spec.beta, results, stats, scale)
 
     def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
-        """Write the rows of the weight's gradient from ``start`` on, of the divergences times ``scale``, and times ``by``."""
         hidden, teacher, rows = self.student.hidden, self.teacher, slice(None)
         copies = 1 if teacher.weight is not None else 2 * (self.tokens.order is not None)
         column_bytes = len(hidden) * (hidden.element_size() + copies * teacher.hidden.element_size())

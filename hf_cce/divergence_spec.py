@@ -51,23 +51,23 @@ class Tokens(NamedTuple):
     """An order of the tokens in which those selected by the mask come first."""
 
     order: Any  # [N], on a CPU only the selected tokens; None if all are selected
-    num_valid: Any  # scalar int64; may be None if order is
+    num_valid: Any  # scalar int64; None if all are selected
 
     @classmethod
-    def of(cls, mask: Tensor | None, n: int, device: torch.device) -> Tokens:
+    def of(cls, mask: Tensor | None, device: torch.device) -> Tokens:
         """Create the order for ``mask`` [N], True for selected tokens. Does not synchronize with a GPU."""
         if mask is None:
-            return cls(None, torch.full((), n, dtype=torch.int64, device=device))
+            return cls(None, None)
         if device.type == "cpu":
             order = mask.nonzero().squeeze(1)
             return cls(order, torch.tensor(order.numel()))
         return cls(torch.argsort(~mask, stable=True), mask.sum())
 
-    def gather(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return ``rows`` of ``x`` [N, ·] in this order, zeroed where not selected so that NaN there cannot propagate."""
+    def gather(self, x: Tensor, rows: slice = slice(None), fill: float = 0) -> Tensor:
+        """Return ``rows`` of ``x`` [N, ·] in this order; ``fill`` where not selected, so that NaN there cannot propagate."""
         if self.order is None:
             return x[rows]
-        return torch.where(self.valid(x)[rows, None], x.index_select(0, self.order[rows]), 0)
+        return torch.where(self.valid(x)[rows, None], x.index_select(0, self.order[rows]), fill)
 
     def valid(self, x: Tensor) -> Tensor:
         return torch.arange(self.order.numel(), device=x.device) < self.num_valid

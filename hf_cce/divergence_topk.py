@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_rows import expectation, log_mixture, row_chunks, scale_of
-from hf_cce.divergence_spec import DivergenceSpec, Head
+from hf_cce.divergence_rows import DivergenceRows, expectation, log_mixture, row_chunks, scale_of
+from hf_cce.divergence_spec import Head
 
 
 class TopK(NamedTuple):
@@ -106,15 +106,12 @@ def _with_tail(log_p: Tensor) -> Tensor:
 
 
 @dataclass
-class TopKRows:
-    """The ``hf_cce.divergence_rows.OfRows`` of a top-k teacher."""
+class TopKRows(DivergenceRows):
+    """Rows of a top-k teacher."""
 
-    student: Head
-    teacher: TopK
-    spec: DivergenceSpec
     support: Support | None = None
 
-    def __call__(
+    def compute(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, (ids, log_pt, lump), acc_dtype = self.student, self.teacher, divergence.dtype

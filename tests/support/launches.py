@@ -107,15 +107,14 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
 
 def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head, beta: float) -> None:
     n, needs = student.hidden.shape[0], (True, True, student.bias is not None)
-    tokens = divergence_spec.Tokens(None, torch.empty((), dtype=torch.int64, device="meta"))
     spec = divergence_spec.DivergenceSpec(
         beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "one_pass"
     )
-    of_rows = divergence_rows.HeadRows(student, teacher, tokens, spec)
-    divergence_rows.divergence_of_rows(of_rows, student, spec, 1.0)
-    sums = divergence_rows.one_pass(of_rows, student, tokens, spec, needs)[2]
+    of_rows = divergence_rows.HeadRows(student, teacher, divergence_spec.Tokens(None, None), spec)
+    of_rows.divergences(1.0)
+    sums = of_rows.one_pass(needs)[2]
     wanted, by = divergence_spec.WantedGrads(needs, student.weight.shape[0]), torch.empty((), device="meta")
-    divergence_rows.gradients_of_sums(sums, of_rows, student, tokens, spec, by, wanted)
+    of_rows.gradients_of_sums(sums, by, wanted)
     ids = torch.empty(n, 32, dtype=torch.int64, device="meta")
     for lump in (True, False) if teacher.weight is None else ():
         top_k = (ids, ids.float(), lump)
