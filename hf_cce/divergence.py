@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -19,7 +20,7 @@ from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
 from hf_cce.divergence_rows import DivergenceRows, HeadRows, divergence_kernels
-from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens, WantedGrads
+from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
@@ -193,22 +194,30 @@ class Divergence(torch.autograd.Function):
         summed = grad.stride() == (0,)  # the gradient of a sum or a mean: equal for all tokens
         grad = grad.to(accumulation_dtype(student.hidden.dtype))
         of_tokens = tokens.gather(grad[:, None])[:, 0].contiguous()
-        wanted = WantedGrads(ctx.needs_input_grad[:3], saved[1].shape[0])
+        needs = ctx.needs_input_grad[:3]
         kept: Any = ctx.kept
         ctx.kept = None  # a second backward pass computes it again
         with compute_context(student.hidden):
             if spec.way == "keep":
                 kept = kept or of_rows.divergences(factor)[2]
-                grads = of_rows.gradients(kept, of_tokens, wanted)
+                grads = of_rows.gradients(kept, of_tokens, needs)
             elif kept is not None and summed:
-                grads = of_rows.gradients_of_sums(kept, grad[0], wanted)
+                grads = of_rows.gradients_of_sums(kept, grad[0], needs)
             else:
                 kept = None  # free it first
-                grads = of_rows.gradients_by_blocks(of_tokens, wanted)
+                grads = of_rows.gradients_by_blocks(of_tokens, needs)
         grad_hidden, grad_weight, grad_bias = grads
         if grad_hidden is not None:
             grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
-        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+        v = student.weight.shape[0]
+        return grad_hidden, _pad(grad_weight, v), _pad(grad_bias, v), *[None] * 5
+
+
+def _pad(grad: Tensor | None, v: int) -> Tensor | None:
+    """Append zeros for vocabulary entries that only the student has."""
+    if grad is None or len(grad) == v:
+        return grad
+    return F.pad(grad, (*[0, 0] * (grad.dim() - 1), 0, v - len(grad)))
 
 
 def _of_rows(

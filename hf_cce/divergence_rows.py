@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Needs, Tokens, WantedGrads
+from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Needs, Tokens
 from hf_cce.fallback import (
     CHUNK_BYTES,
     CHUNK_BYTES_CPU,
@@ -126,11 +126,11 @@ class DivergenceRows:
         """Return the order of the largest gradient of a product: that of the reverse KL, p · (gap − KL), is a gap of logits."""
         return self.student.logit_scale * (64.0 if self.spec.beta == 1.0 else 1.0)
 
-    def gradients(self, kept: KeptGradient, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+    def gradients(self, kept: KeptGradient, grad: Tensor, needs: Needs) -> HeadGrads:
         """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N]; overwrites ``kept``."""
         hidden, weight = self.student[:2]
         factors = split_factors(hidden.dtype, grad / kept.scale)
-        return wanted.pad(*logit_products(kept.logits, hidden, weight, wanted.needs, *factors))
+        return logit_products(kept.logits, hidden, weight, needs, *factors)
 
     def one_pass(self, needs: Needs, by_row: Tensor | None = None) -> tuple[Tensor, Tensor, GradSums]:
         """Return the divergence [N], the student's entropy [N] (empty if not wanted) and the gradients of the summed divergences.
@@ -175,21 +175,19 @@ class DivergenceRows:
             labels.masked_fill_(~self.tokens.valid(hidden), -1)
         return Inputs(hidden, weight, bias, labels), LossSpec(-1, self._largest_slope(), 0.0, needs=needs)
 
-    def gradients_of_sums(
-        self, sums: GradSums, by: Tensor, wanted: WantedGrads, by_row: Tensor | None = None
-    ) -> HeadGrads:
+    def gradients_of_sums(self, sums: GradSums, by: Tensor, needs: Needs, by_row: Tensor | None = None) -> HeadGrads:
         """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, times the scalar ``by``."""
-        grad_hidden, grad_weight, grad_bias = sums.finalize(*self._block_problem(wanted.needs), by)
-        if self.stats is not None and grad_weight is not None and sums.weight is not None:
+        grads: Any = sums.finalize(*self._block_problem(needs), by)
+        if self.stats is not None and sums.weight is not None:
             scale = sums.scale if by_row is None else by_row[:, None] * sums.scale
-            self.write_weight_gradient(grad_weight, len(sums.weight), scale, by.float() / sums.scale)
-        return wanted.pad(grad_hidden, grad_weight, grad_bias)
+            self.write_weight_gradient(grads[1], len(sums.weight), scale, by.float() / sums.scale)
+        return grads
 
-    def gradients_by_blocks(self, grad: Tensor, wanted: WantedGrads) -> HeadGrads:
+    def gradients_by_blocks(self, grad: Tensor, needs: Needs) -> HeadGrads:
         """Return the gradients of hidden states, weight and bias for upstream gradients ``grad`` [N], from recomputed logits."""
         by_row, by = split_factors(self.student.hidden.dtype, grad)
-        sums = self.one_pass(wanted.needs, by_row)[2]
-        return self.gradients_of_sums(sums, grad.new_ones(()) if by is None else by, wanted, by_row)
+        sums = self.one_pass(needs, by_row)[2]
+        return self.gradients_of_sums(sums, grad.new_ones(()) if by is None else by, needs, by_row)
 
 
 class HeadRows(DivergenceRows):

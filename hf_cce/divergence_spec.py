@@ -7,11 +7,11 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.reference import apply_scale_and_softcap_
@@ -97,17 +97,4 @@ class DivergenceSpec:
 
 
 Needs = tuple[bool, bool, bool]  # which gradients are needed: of hidden states, weight and bias
-HeadGrads = tuple[Tensor | None, Tensor | None, Tensor | None]  # likewise
-
-
-class WantedGrads(NamedTuple):
-    """Which gradients are needed, and the rows of the weight's gradient, including truncated vocabulary entries."""
-
-    needs: Needs
-    rows: int
-
-    def pad(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> HeadGrads:
-        """Append zeros for the truncated vocabulary entries."""
-        if weight is not None and len(weight) < self.rows:
-            weight = F.pad(weight, (0, 0, 0, self.rows - len(weight)))
-        return hidden, weight, bias if bias is None else F.pad(bias, (0, self.rows - len(bias)))
+HeadGrads = Sequence[Tensor | None]  # likewise

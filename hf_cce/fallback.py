@@ -283,18 +283,18 @@ class GradSums:
 
     def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times the scalar ``by``."""
-        multiplier = by.to(accumulation_dtype(x.hidden.dtype)) / self.scale
+        dtype, multiplier = x.hidden.dtype, by.to(accumulation_dtype(x.hidden.dtype)) / self.scale
 
-        def rounded(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
-            if sums is None or like is None or sums.dtype == like.dtype:
+        def rounded(sums: Tensor | None) -> Tensor | None:
+            if sums is None or sums.dtype == dtype:
                 return None if sums is None else sums.mul_(multiplier)
-            return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=like.dtype))
+            return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=dtype))
 
-        grad_hidden, self.hidden = rounded(self.hidden, x.hidden), None
+        grad_hidden, self.hidden = rounded(self.hidden), None
         grad_hidden = None if grad_hidden is None else put_rows(grad_hidden, self.chosen, len(x.hidden))
-        grad_bias = rounded(self.bias, x.bias)
-        if self.weight is None or self.grad_weight is None or self.weight.dtype == x.weight.dtype:
-            return [grad_hidden, rounded(self.weight, x.weight), grad_bias]
+        grad_bias = rounded(self.bias)
+        if self.weight is None or self.grad_weight is None or self.weight.dtype == dtype:
+            return [grad_hidden, rounded(self.weight), grad_bias]
         rows = self.weight.shape[0]
         # In ascending order, a row is read before its memory is overwritten.
         for part in chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):

@@ -113,8 +113,7 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     of_rows = divergence_rows.HeadRows(student, teacher, divergence_spec.Tokens(None, None), spec)
     of_rows.divergences(1.0)
     sums = of_rows.one_pass(needs)[2]
-    wanted, by = divergence_spec.WantedGrads(needs, student.weight.shape[0]), torch.empty((), device="meta")
-    of_rows.gradients_of_sums(sums, by, wanted)
+    of_rows.gradients_of_sums(sums, torch.empty((), device="meta"), needs)
     ids = torch.empty(n, 32, dtype=torch.int64, device="meta")
     for lump in (True, False) if teacher.weight is None else ():
         top_k = (ids, ids.float(), lump)
