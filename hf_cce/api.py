@@ -12,15 +12,13 @@ from torch import nn
 
 from hf_cce.config import CCEConfig
 from hf_cce.families import class_names, families
-from hf_cce.patches.causal_lm import patch, unpatch
+from hf_cce.patches.causal_lm import Patch, patch, unpatch
 from hf_cce.patches.classes import patch_class, unpatch_class
 from hf_cce.patches.others import why_other
 from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-# cce_stats() if disabled
-_NOTHING = dict.fromkeys(("calls", "fused", "few_tokens", "materialized", "read", "missed", "bypassed", "traced"), 0)
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +47,7 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     _check_version()
     if disabled():
         if not isinstance(model, (str, type)):
-            causal_lm(model).cce_stats = functools.partial(dict, _NOTHING)  # type: ignore[assignment]
+            causal_lm(model).cce_stats = functools.partial(dict.fromkeys, vars(Patch(config).stats), 0)  # type: ignore[assignment]
         return model
     if isinstance(model, (str, type)):
         cls = _class_of(model)

@@ -31,14 +31,6 @@ class _Run:
     announced: bool = False  # the line on how losses are computed was shown
     warned: bool = False  # a step without fused loss was reported
 
-    def begin_step(self, patch: Patch | None) -> None:
-        self.follow(patch)
-        self.step = replace(self.stats)
-
-    def follow(self, patch: Patch | None) -> None:
-        if patch is not None and patch.stats is not self.stats:  # patched again: the new counters start at zero
-            self.stats, self.step = patch.stats, Stats()
-
 
 class CCECallback(TrainerCallback):
     """Trainer callback that patches the model and checks at every step that the loss is fused.
@@ -99,9 +91,10 @@ class CCECallback(TrainerCallback):
         return patch_of(causal_lm(apply_cce(model, self.config if known is None else known.config)))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
+        if (run := self._run) is not None:
             patch = patch_of(causal_lm(kwargs["model"]))
-            self._run.begin_step(patch)
+            run.stats = run.stats if patch is None else patch.stats
+            run.step = replace(run.stats)
             if self._distills:
                 distillation.current.set(None if patch is None else weakref.ref(patch))
 
@@ -109,7 +102,9 @@ class CCECallback(TrainerCallback):
         distillation.current.set(None)
         if (run := self._run) is None:
             return
-        run.follow(patch_of(causal_lm(kwargs["model"])))
+        patch = patch_of(causal_lm(kwargs["model"]))
+        if patch is not None and patch.stats is not run.stats:  # patched again: the new counters start at zero
+            run.stats, run.step = patch.stats, Stats()
         if run.warned:
             return
         if run.stats.without_fallback == run.step.without_fallback:
