@@ -34,7 +34,7 @@ def check_reduction(reduction: str, num_items_in_batch: object) -> None:
 
 def make_divisor(reduction: str, num_items_in_batch: Tensor | int | float | None, device: torch.device) -> Divisor:
     """Return the divisor of the summed loss. An item count on the device stays a tensor: reading it would synchronize."""
-    if reduction == "sum":
+    if reduction != "mean":
         return Divisor(number=1.0)
     if num_items_in_batch is None:
         return Divisor()

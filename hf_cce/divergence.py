@@ -24,7 +24,7 @@ from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
 from hf_cce.reference import validate_labels
-from hf_cce.spec import Divisor, LossSpec, accumulation_dtype
+from hf_cce.spec import LossSpec, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
@@ -132,18 +132,8 @@ def linear_divergence(
         raise ValueError(f"temperature must be positive, got {temperature}")
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
     beta_of_kind = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
-    config = checks.check_config(config)
-    head, flat = _prepare_head(student, "student_", float(temperature)), _prepare_mask(mask, student_hidden)
-    n, device = len(head.hidden), head.hidden.device
-    divisor = Divisor(number=1.0) if reduction == "none" else checks.make_divisor(reduction, num_items_in_batch, device)
-    if flat is None and divisor.items is None:
-        factor: Tensor | float = 1 / (divisor.number or max(n, 1))
-    else:
-        valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
-        factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(head.hidden.dtype))
-    given = _prepare_teacher(teacher, student_hidden, float(temperature))
-    losses, _ = _divergences(head, given, flat, beta_of_kind, config, factor=factor, summed=reduction != "none")
-    return losses.view(student_hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
+    options: Any = {"summed": reduction != "none", "reduction": reduction, "num_items_in_batch": num_items_in_batch}
+    return divergences(student, teacher, beta_of_kind, float(temperature), mask, config, **options)[0]
 
 
 class Divergence(torch.autograd.Function):
@@ -240,55 +230,50 @@ def _of_rows(
     return HeadRows(heads[0], heads[1], tokens, spec, stats)
 
 
-def token_divergences(
+def divergences(
     student: TeacherHead,
-    teacher: TeacherHead | Tensor,
+    teacher: TeacherHead | TeacherTopK | Tensor,
     beta: float,
     temperature: float,
     mask: Tensor | None,
     config: CCEConfig | None,
     entropy: bool = False,
     summed: bool = True,
+    reduction: Reduction = "none",
+    num_items_in_batch: Tensor | int | float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence, student entropy without gradient or None), [...] each; β is 0 for forward KL, 1 for reverse KL."""
-    config, shape = checks.check_config(config), student.hidden_states.shape[:-1]
-    head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, student.hidden_states)
-    given = _prepare_teacher(teacher, student.hidden_states, temperature)
-    found, entropies = _divergences(head, given, flat, beta, config, entropy, summed=summed)
-    return found.view(shape), None if entropies is None else entropies.view(shape)
+    """Return (divergence [...] or reduced, student entropy [...] without gradient or None).
 
-
-def _divergences(
-    student: Head,
-    teacher: Head | TopK,
-    mask: Tensor | None,
-    beta: float,
-    config: CCEConfig,
-    entropy: bool = False,
-    factor: Tensor | float = 1.0,
-    summed: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence [N], student entropy [N] or None).
-
-    ``factor``: a scalar that upstream gradients contain. ``summed``: all tokens will have the same upstream gradient; if they do
-    not, the result is right, but takes longer.
+    β is 0 for the forward KL, 1 for the reverse KL. ``summed``: all tokens will have the same upstream gradient; if they do not,
+    the result is right, but takes longer.
     """
-    hidden, weight, *_ = student
-    # Raises if kernels are required, but cannot run.
-    choose_implementation(hidden.device, hidden.dtype, config.implementation)
-    problem = Problem(len(hidden), hidden.shape[1], len(weight), hidden.dtype, hidden.device)
-    top_k = isinstance(teacher, TopK)
-    if isinstance(teacher, TopK):
-        kernels = teacher.ids.shape[1] <= MAX_TOP_K
+    config, x = checks.check_config(config), student.hidden_states
+    head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, x)
+    n, dtype, device = len(head.hidden), head.hidden.dtype, head.hidden.device
+    divisor = checks.make_divisor(reduction, num_items_in_batch, device)
+    if divisor.number or (flat is None and divisor.items is None):
+        factor: Tensor | float = 1 / (divisor.number or max(n, 1))
     else:
-        kernels = teacher.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    needs: Any = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in student[:3])
-    loss_spec = LossSpec.of(config, len(hidden), needs)
+        valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
+        factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(dtype))
+    given = _prepare_teacher(teacher, x, temperature)
+    # Raises if kernels are required, but cannot run.
+    choose_implementation(device, dtype, config.implementation)
+    top_k = isinstance(given, TopK)
+    if isinstance(given, TopK):
+        kernels = given.ids.shape[1] <= MAX_TOP_K
+    else:
+        kernels = given.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    operands = head[:3]
+    needs: Any = tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in operands)
+    problem = Problem(n, head.hidden.shape[1], len(head.weight), dtype, device)
+    loss_spec = LossSpec.of(config, n, needs)
     spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
     found, entropies = Divergence.apply(
-        hidden, *student[1:3], student, teacher, Tokens.of(mask, hidden.device), spec, factor if any(needs) else None
+        *operands, head, given, Tokens.of(flat, device), spec, factor if any(needs) else None
     )
-    return found, entropies if entropy else None
+    found = found.view(x.shape[:-1]) if reduction == "none" else found.sum() * factor
+    return found, entropies.view(x.shape[:-1]) if entropy else None
 
 
 def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:

@@ -49,7 +49,7 @@ def test_other_trainers_and_trl_versions_are_unchanged(tmp_path: Path, monkeypat
     run(build(tmp_path / "a", tiny_llama(), [CCECallback()]))
     assert hasattr(FUNCTION.apply, marking.STATE)  # type: ignore[union-attr]
     seen: list[int] = []
-    monkeypatch.setattr(distillation, "token_divergences", lambda *args, **kwargs: seen.append(1))
+    monkeypatch.setattr(distillation, "divergences", lambda *args, **kwargs: seen.append(1))
     plain = build(tmp_path / "b", tiny_llama(), [])
     assert run(plain)[1] == [] and not seen and len(plain.state.log_history) >= STEPS
     other = of_another_trl(FUNCTION)
