@@ -47,15 +47,11 @@ def divergence_kernels() -> Any:
     return divergence
 
 
-def memory_for_logits(x: Head, rows: slice = slice(None)) -> Tensor:
-    """Return uninitialized memory for h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
+def logits_of(x: Head, rows: slice = slice(None), compute: bool = True) -> Tensor:
+    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype; if not ``compute``, only the memory for it."""
     hidden = x.hidden[rows]
-    return empty_logits(hidden, len(x.weight), len(hidden))
-
-
-def logits_of(x: Head, rows: slice = slice(None)) -> Tensor:
-    """Return h Wᵀ + b [n, V] of some rows in the inputs' dtype."""
-    return products(x.hidden[rows], x.weight, x.bias, memory_for_logits(x, rows))
+    z = empty_logits(hidden, len(x.weight), len(hidden))
+    return products(hidden, x.weight, x.bias, z) if compute else z
 
 
 def row_chunks(z: Tensor, copies: int, room: int) -> Iterator[slice]:
@@ -105,19 +101,18 @@ class DivergenceRows:
         ``factor`` is the scalar by which the caller multiplies the divergences.
         """
         student, spec, hidden, v = self.student, self.spec, self.student.hidden, len(self.student.weight)
-        n, kept, make_logits = len(hidden), None, memory_for_logits if spec.multiplies else logits_of
-        scale: Tensor | float | None = None
+        n, kept, scale = len(hidden), None, None
         divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         entropy = divergence.new_empty(n if spec.entropy else 0)
         if factor is not None:
             scale = gradient_scale(hidden, self._largest_slope(), factor)
-            kept = KeptGradient(make_logits(student), scale)
+            kept = KeptGradient(logits_of(student, compute=not spec.multiplies), scale)
         # For blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
         room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
         block = tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, room)
         for start in range(0, n, block):
             rows = slice(start, min(n, start + block))
-            z = make_logits(student, rows) if kept is None else kept.logits[rows]
+            z = logits_of(student, rows, not spec.multiplies) if kept is None else kept.logits[rows]
             self.compute(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
             del z  # free it before the next one is allocated
         return divergence, entropy, kept
@@ -205,7 +200,7 @@ class HeadRows(DivergenceRows):
         acc_dtype = accumulation_dtype(z.dtype)
         # Given logits may be −inf, and a bias.
         infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
-        copies = 5 + infinite + 2 * (not spec.kl) + (student.softcap > 0)
+        copies = 5 + infinite + 2 * (spec.beta not in (0.0, 1.0)) + (student.softcap > 0)
         for chunk in row_chunks(z, copies, spec.memory_budget // 2):
             x = student.finish(z[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
@@ -247,7 +242,7 @@ class HeadRows(DivergenceRows):
         if teacher.weight is None:
             zt = self.tokens.gather(teacher.hidden, rows)
         else:
-            zt = (logits_of if teacher_shift is None else memory_for_logits)(teacher, rows)
+            zt = logits_of(teacher, rows, teacher_shift is None)
         logits = (z, None) if shift is None else kernels.shifted_logits(student, rows, z, shift)
         given = (zt, None) if teacher_shift is None else kernels.shifted_logits(teacher, rows, zt, teacher_shift)
         kernels.row_divergences(logits, z, given, student, teacher, self.spec.beta, results, stats, scale)
@@ -260,7 +255,7 @@ class HeadRows(DivergenceRows):
         for part in chunks(len(grad_weight) - start, column_bytes, self.spec.memory_budget):
             columns = slice(start + part.start, start + part.stop)
             student, teacher = (x.columns(columns.start, columns.stop) for x in (self.student, self.teacher))
-            z = (logits_of if self.shifts[0] is None else memory_for_logits)(student)
+            z = logits_of(student, compute=not self.spec.multiplies)
             self._run_kernel((student, teacher), z, rows, None, self.stats, scale)
             torch.mul(multiply(z.t(), hidden), by, out=grad_weight[columns])
             del z  # free it before the next one is allocated

@@ -91,10 +91,6 @@ class DivergenceSpec:
     multiplies: bool  # the kernels compute whole rows of logits, too: in float16, shifted to be hardly rounded
     way: Way
 
-    @property
-    def kl(self) -> bool:
-        return self.beta in (0.0, 1.0)
-
 
 Needs = tuple[bool, bool, bool]  # which gradients are needed: of hidden states, weight and bias
 HeadGrads = Sequence[Tensor | None]  # likewise
