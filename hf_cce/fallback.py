@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_cce import reference
 from hf_cce.config import MIB
 from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
-from hf_cce.reference import FP16_SCALE, fp16_unit, put_rows, scratch_bytes
+from hf_cce.reference import put_rows, scratch_bytes
 from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: a CPU multiplies fewer less efficiently, and adding their product to dW costs more than the product.
@@ -130,8 +130,8 @@ def _chunk_bytes(z: Tensor, spec: LossSpec, least: int) -> int:
 
 
 def fp16_scale(logit_scale: float) -> float:
-    """Return the factor of logit gradients in float16, a power of two. They contain ``logit_scale`` and must not overflow."""
-    return FP16_SCALE / 2.0 ** max(0, math.frexp(logit_scale)[1] - 1)
+    """Return a power of two for logit gradients in float16, against underflow. They contain ``logit_scale``: no overflow, either."""
+    return 1024.0 / 2.0 ** max(0, math.frexp(logit_scale)[1] - 1)
 
 
 def _is_plain(spec: LossSpec) -> bool:
@@ -177,10 +177,9 @@ class LogitGrads:
 
 def split_factors(dtype: torch.dtype, by_row: Tensor) -> tuple[Tensor, Tensor | None]:
     """Split factors of rows [n] for ``logit_products``: in float16 into those of at most 1 and a common power of two."""
-    by = fp16_unit(dtype, by_row)
-    if by is None:
+    if dtype != torch.float16 or not by_row.numel():
         return by_row, None
-    by = by * FP16_SCALE
+    by = torch.ldexp(by_row.new_ones(()), torch.frexp(by_row.abs().amax()).exponent)
     return by_row / by, by
 
 

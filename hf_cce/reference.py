@@ -21,8 +21,6 @@ from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, Wante
 
 # Minimum workspace: less would save no memory that matters, and small slabs make the GEMMs slow.
 MIN_SCRATCH_BYTES = 16 * MIB
-# Against underflow in float16: a factor on probabilities, and what the largest upstream gradient of a divergence is scaled to.
-FP16_SCALE = 1024.0
 MIN_ROWS_CPU = 16  # with fewer rows, MKL sums over the vocabulary naively: ten times the rounding error
 # logsumexp of ignored tokens, so that their probabilities are zero; finite, because 0 · inf would be NaN.
 IGNORED_LSE = 1e30
@@ -37,14 +35,6 @@ for _dtype in (torch.float32, torch.float64):
 def scratch_bytes(n: int, v: int, itemsize: int, memory_budget: int) -> int:
     """Return a tenth of the logits' size, but at least ``MIN_SCRATCH_BYTES`` and at most the budget."""
     return min(memory_budget, max(MIN_SCRATCH_BYTES, n * v * itemsize // 10))
-
-
-def fp16_unit(dtype: torch.dtype, *grads: Tensor) -> Tensor | None:
-    """Return the power of two that float16 upstream gradients are divided by, and results multiplied by, against underflow."""
-    if dtype != torch.float16 or not grads[0].numel():
-        return None
-    largest = torch.stack([grad.abs().amax() for grad in grads]).amax()
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest / FP16_SCALE).exponent)
 
 
 def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor) -> tuple[Tensor, Tensor]:
