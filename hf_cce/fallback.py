@@ -130,7 +130,7 @@ def _chunk_bytes(z: Tensor, spec: LossSpec, least: int) -> int:
 
 
 def fp16_scale(logit_scale: float) -> float:
-    """Return a power of two for logit gradients in float16, against underflow. They contain ``logit_scale``: no overflow, either."""
+    """Return the factor of logit gradients in float16, a power of two against underflow; it allows for their ``logit_scale``."""
     return 1024.0 / 2.0 ** max(0, math.frexp(logit_scale)[1] - 1)
 
 

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_cce import flops, reference
-from hf_cce.dispatch import (
-    choose_implementation,
-    dispatch,
-    dispatch_fused_statistics,
-    dispatch_statistics,
-    dispatch_traced,
-    grads_in_forward,
-)
+from hf_cce import dispatch, flops, reference
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
@@ -87,7 +79,10 @@ def _backward(
         strategy.release()
         if direct:
             # Kernels that only turn logits into gradients may have run: recomputing needs those that also multiply.
-            tiles = triton and choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
+            tiles = (
+                triton
+                and dispatch.choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
+            )
             return strategy.recompute(x, spec, saved, upstream, tiles)
         grads = strategy.token_grads(saved, upstream)
         return recompute_by_operator(x, spec, saved.in_token_order(), saved.entropy, grads)
@@ -122,7 +117,7 @@ def _spec_of(options: tuple[Any, ...]) -> LossSpec:
 def logit_stats(*arguments: Any) -> tuple[Tensor, ...]:
     """Return (lse, label_logit, mean_logit, entropy, log_sum_sq, is_top1), each [N], empty if not requested."""
     x, wanted, spec = _aligned_inputs(*arguments[:4]), WantedStats(*arguments[4:8]), _spec_of(arguments[8:])
-    return tuple(_forward(dispatch_fused_statistics(x, spec, wanted, keeps_logits=False), x)[1])
+    return tuple(_forward(dispatch.dispatch_fused_statistics(x, spec, wanted, keeps_logits=False), x)[1])
 
 
 @logit_stats.register_fake
@@ -147,7 +142,7 @@ def logit_stats_backward(*arguments: Any) -> tuple[Tensor, ...]:
     def compute(triton: bool) -> tuple[Tensor, ...]:
         return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
 
-    triton = choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
+    triton = dispatch.choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
     with compute_context(x.hidden):
         return with_fallback(compute, triton, spec, device)
 
@@ -225,9 +220,9 @@ def cross_entropy_op(*arguments: Any) -> tuple[Tensor, ...]:
     if counted and state is not None and state.counters is not None:
         state.counters.calls += 1
         state.counters.fused += 1
-    strategy, (loss,), saved = _forward(dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
+    strategy, (loss,), saved = _forward(dispatch.dispatch_traced(x, spec, Divisor(num_items, divisor), state), x)
     gradients: InputGrads = (None, None, None)
-    if grads_in_forward(x.hidden.dtype) and any(spec.needs):
+    if dispatch.grads_in_forward(x.hidden.dtype) and any(spec.needs):
         gradients = _backward(strategy, x, saved, (torch.ones_like(loss),), spec, True)
     precomputed = [x.hidden.new_empty(0) if g is None else g.contiguous() for g in _only(spec.needs, gradients)]
     return loss, saved.in_token_order(), saved.factor, *precomputed
@@ -236,7 +231,7 @@ def cross_entropy_op(*arguments: Any) -> tuple[Tensor, ...]:
 @cross_entropy_op.register_fake
 def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     acc_dtype = accumulation_dtype(hidden.dtype)
-    needs = _spec_of(others[6:]).needs if grads_in_forward(hidden.dtype) else (False, False, False)
+    needs = _spec_of(others[6:]).needs if dispatch.grads_in_forward(hidden.dtype) else (False, False, False)
     loss, factor = (hidden.new_empty((), dtype=acc_dtype) for _ in range(2))
     return loss, hidden.new_empty(hidden.shape[0], dtype=acc_dtype), factor, *_fake_gradients(hidden, weight, needs)
 
@@ -247,7 +242,7 @@ def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.save_for_backward(*inputs[:4], lse, factor)
     ctx.spec = _spec_of(inputs[8:])
     # Detached: an output refers to its grad_fn, so a grad_fn that holds the output would be a reference cycle.
-    ctx.gradients = [g.detach() for g in gradients] if grads_in_forward(inputs[0].dtype) else None
+    ctx.gradients = [g.detach() for g in gradients] if dispatch.grads_in_forward(inputs[0].dtype) else None
 
 
 def _cross_entropy_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -311,7 +306,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
         handle = 0 if state is None else state.handle
         counted = torch.compiler.is_compiling()
         return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, counted, *_options_of(spec))[0]
-    strategy = dispatch(x, spec, divisor, state)
+    strategy = dispatch.dispatch(x, spec, divisor, state)
     if isinstance(strategy, FullLogits):
         with compute_context(x.hidden):
             return strategy.loss(x)
@@ -328,7 +323,7 @@ def statistics(
     if needs_custom_op(x.hidden):
         outputs = torch.ops.hf_cce.logit_stats(*x, *wanted, *_options_of(spec))
     else:
-        strategy = dispatch_statistics(x, spec, wanted, with_lse, state)
+        strategy = dispatch.dispatch_statistics(x, spec, wanted, with_lse, state)
         if isinstance(strategy, FullLogits):
             with compute_context(x.hidden):
                 return strategy.statistics(x, wanted, with_lse)
