@@ -149,7 +149,7 @@ class Divergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         n, teacher_type = hidden.shape[0], cast(Any, type(teacher))
         student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
-        if n == 0 or (tokens.order is not None and tokens.order.numel() == 0):
+        if n == 0 or (tokens.indices is not None and len(tokens.indices) == 0):
             # A kernel cannot be launched for zero tokens.
             spec = replace(spec, triton=False, multiplies=False, way="keep")
         of_rows = _of_rows(student, teacher, tokens, spec)
@@ -213,7 +213,7 @@ def _pad(grad: Tensor | None, v: int) -> Tensor | None:
 def _of_rows(
     student: Head, teacher: Head | TopK, tokens: Tokens, spec: DivergenceSpec, stats: Tensor | None = None
 ) -> DivergenceRows:
-    """Put the rows in the order of ``tokens``, and limit both heads to the vocabulary entries of the smaller one."""
+    """Select the rows of ``tokens``, and limit both heads to the vocabulary entries of the smaller one."""
     if isinstance(teacher, TopK):
         student = student._replace(hidden=tokens.gather(student.hidden))
         log_p = tokens.gather(teacher.log_p, fill=-math.inf)  # padding

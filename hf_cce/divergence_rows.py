@@ -69,7 +69,7 @@ class KeptGradient(NamedTuple):
 
 @dataclass
 class DivergenceRows:
-    """The divergences of the rows of a student, all in the order of ``tokens``. Subclasses are for one kind of teacher each."""
+    """The divergences of the ``tokens`` of a student, which are the rows. Subclasses are for one kind of teacher each."""
 
     student: Head
     teacher: Any
@@ -166,8 +166,8 @@ class DivergenceRows:
         """Return what ``token_blocks`` and its result take: tokens that are not selected have the label that is ignored."""
         hidden, weight, bias = self.student[:3]
         labels = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-        if self.tokens.order is not None:
-            labels.masked_fill_(~self.tokens.valid(hidden), -1)
+        if self.tokens.mask is not None:
+            labels.masked_fill_(~self.tokens.mask, -1)
         return Inputs(hidden, weight, bias, labels), LossSpec(-1, self._largest_slope(), 0.0, needs=needs)
 
     def gradients_of_sums(self, sums: GradSums, by: Tensor, needs: Needs, by_row: Tensor | None = None) -> HeadGrads:
@@ -249,7 +249,7 @@ class HeadRows(DivergenceRows):
 
     def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
         hidden, teacher, rows = self.student.hidden, self.teacher, slice(None)
-        copies = 1 if teacher.weight is not None else 2 * (self.tokens.order is not None)
+        copies = teacher.weight is not None or any(x is not None for x in self.tokens)
         column_bytes = len(hidden) * (hidden.element_size() + copies * teacher.hidden.element_size())
         column_bytes += 4 * hidden.shape[1]  # of a product
         for part in chunks(len(grad_weight) - start, column_bytes, self.spec.memory_budget):

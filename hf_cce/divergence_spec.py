@@ -1,4 +1,4 @@
-"""Data types of one divergence: the heads, the order of the tokens, and the checked options.
+"""Data types of one divergence: the heads, the selected tokens, and the checked options.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature; p = softmax(z); β: 0 for the forward
 KL(p_teacher ‖ p_student), 1 for the reverse KL(p_student ‖ p_teacher), else the JSD with the mixture
@@ -48,36 +48,29 @@ class Head(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """An order of the tokens in which those selected by the mask come first."""
+    """The tokens that a mask selects. All of them if both fields are None; at most one is not."""
 
-    order: Any  # [N], on a CPU only the selected tokens; None if all are selected
-    num_valid: Any  # scalar int64; None if all are selected
+    mask: Any = None  # [N] bool
+    indices: Any = None  # of the selected tokens; only on a CPU, because finding them would synchronize with a GPU
 
     @classmethod
     def of(cls, mask: Tensor | None, device: torch.device) -> Tokens:
-        """Create the order for ``mask`` [N], True for selected tokens. Does not synchronize with a GPU."""
-        if mask is None:
-            return cls(None, None)
-        if device.type == "cpu":
-            order = mask.nonzero().squeeze(1)
-            return cls(order, torch.tensor(order.numel()))
-        return cls(torch.argsort(~mask, stable=True), mask.sum())
+        """Select the tokens where ``mask`` [N] is True."""
+        return cls(mask) if mask is None or device.type != "cpu" else cls(indices=mask.nonzero().squeeze(1))
 
     def gather(self, x: Tensor, rows: slice = slice(None), fill: float = 0) -> Tensor:
-        """Return ``rows`` of ``x`` [N, ·] in this order; ``fill`` where not selected, so that NaN there cannot propagate."""
-        if self.order is None:
-            return x[rows]
-        return torch.where(self.valid(x)[rows, None], x.index_select(0, self.order[rows]), fill)
-
-    def valid(self, x: Tensor) -> Tensor:
-        return torch.arange(self.order.numel(), device=x.device) < self.num_valid
+        """Return ``rows`` of those of ``x`` [N, ·]; ``fill`` where ``mask`` is False, so that NaN there cannot propagate."""
+        if self.mask is not None:
+            return torch.where(self.mask[rows, None], x[rows], fill)
+        return x[rows] if self.indices is None else x.index_select(0, self.indices[rows])
 
     def scatter(self, values: Tensor, n: int) -> Tensor:
-        """Return ``values`` in the original order [N, ·]; zero for tokens that are not selected."""
-        if self.order is None:
+        """Return ``values`` for all tokens [N, ·]; zero for tokens that are not selected."""
+        if self.mask is not None:
+            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
+        if self.indices is None:
             return values
-        valid = self.valid(values).view(-1, *[1] * (values.dim() - 1))
-        return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.order, torch.where(valid, values, 0))
+        return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.indices, values)
 
 
 @dataclass(frozen=True)

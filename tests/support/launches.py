@@ -110,7 +110,7 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     spec = divergence_spec.DivergenceSpec(
         beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "one_pass"
     )
-    of_rows = divergence_rows.HeadRows(student, teacher, divergence_spec.Tokens(None, None), spec)
+    of_rows = divergence_rows.HeadRows(student, teacher, divergence_spec.Tokens(), spec)
     of_rows.divergences(1.0)
     sums = of_rows.one_pass(needs)[2]
     of_rows.gradients_of_sums(sums, torch.empty((), device="meta"), needs)
