@@ -23,7 +23,6 @@ from hf_cce.divergence_rows import DivergenceRows, HeadRows, divergence_kernels
 from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
-from hf_cce.reference import validate_labels
 from hf_cce.spec import LossSpec, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -251,11 +250,13 @@ def divergences(
     head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, x)
     n, dtype, device = len(head.hidden), head.hidden.dtype, head.hidden.device
     divisor = checks.make_divisor(reduction, num_items_in_batch, device)
-    if divisor.number or (flat is None and divisor.items is None):
-        factor: Tensor | float = 1 / (divisor.number or max(n, 1))
-    else:
-        valid = torch.ones(n, dtype=torch.long, device=device) if flat is None else flat.long()
-        factor = validate_labels(valid, 0, 2, divisor)[1].to(accumulation_dtype(dtype))
+    items = divisor.items
+    if items is None and not divisor.number and flat is not None:
+        items = flat.sum()
+    factor: Tensor | float = 1 / (divisor.number or max(n, 1))
+    if items is not None:
+        items = items.to(accumulation_dtype(dtype))
+        factor = torch.where(items == 0, 0.0, items.reciprocal())
     given = _prepare_teacher(teacher, x, temperature)
     # Raises if kernels are required, but cannot run.
     choose_implementation(device, dtype, config.implementation)
