@@ -14,8 +14,7 @@ from hf_cce.cli import demo, estimate
 from hf_cce.cli.common import DTYPES, Output, add_device, add_sizes, file, size, table
 
 SHOWN_ROWS = 5
-MEANING = {
-    "supported": "apply_cce patches it, and training materializes no full logits",
+NOT_SUPPORTED = {
     "special": "the loss is correct, but a tensor as large as the logits is still materialized",
     "refused": "apply_cce raises an error",
 }
@@ -175,14 +174,13 @@ def models(options: argparse.Namespace, out: Output) -> int:
     from hf_cce.families import families
 
     known = families()
-    by_status = {status: [family for family in known if family.status == status] for status in MEANING}
-    supported = [family.model_type for family in by_status["supported"]]
+    supported = [family.model_type for family in known if family.status == "supported"]
     out.print(f"Supported by hf_cce, in transformers {transformers.__version__}: {len(supported)} model types")
     indent: Any = {"initial_indent": "  ", "subsequent_indent": "  "}
     out.print(textwrap.fill(", ".join(supported), 118, break_on_hyphens=False, **indent))
-    for status in ("special", "refused"):
-        out.print("", f"{status.capitalize()}: {MEANING[status]}")
-        out.print(*(f"  {family.model_type}: {family.reason}" for family in by_status[status]))
+    for status, meaning in NOT_SUPPORTED.items():
+        out.print("", f"{status.capitalize()}: {meaning}")
+        out.print(*(f"  {family.model_type}: {family.reason}" for family in known if family.status == status))
     out.print("", "Other classes with an LM head work too: apply_cce(model) checks the model itself, not this list.")
     out.save([{"type": x.model_type, "class": x.cls, "status": x.status, "reason": x.reason} for x in known])
     return 0
