@@ -20,10 +20,10 @@ from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
 from hf_cce.divergence_rows import DivergenceRows, HeadRows, divergence_kernels
-from hf_cce.divergence_spec import DivergenceSpec, Head, Tokens
+from hf_cce.divergence_spec import DivergenceSpec, Head
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
-from hf_cce.spec import LossSpec, accumulation_dtype
+from hf_cce.spec import LossSpec, Tokens, accumulation_dtype
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 Tail = Literal["lump", "renormalize"]
@@ -196,10 +196,8 @@ class Divergence(torch.autograd.Function):
                 kept = None  # free it first
                 grads = of_rows.gradients_by_blocks(of_tokens, needs)
         grad_hidden, grad_weight, grad_bias = grads
-        if grad_hidden is not None:
-            grad_hidden = tokens.scatter(grad_hidden, student.hidden.shape[0])
-        v = student.weight.shape[0]
-        return grad_hidden, _pad(grad_weight, v), _pad(grad_bias, v), *[None] * 5
+        n, v = len(student.hidden), len(student.weight)
+        return tokens.scatter(grad_hidden, n), _pad(grad_weight, v), _pad(grad_bias, v), *[None] * 5
 
 
 def _pad(grad: Tensor | None, v: int) -> Tensor | None:

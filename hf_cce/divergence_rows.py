@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Needs, Tokens
+from hf_cce.divergence_spec import DivergenceSpec, Head, HeadGrads, Needs
 from hf_cce.fallback import (
     CHUNK_BYTES,
     CHUNK_BYTES_CPU,
@@ -36,7 +36,7 @@ from hf_cce.fallback import (
     tokens_per_block,
 )
 from hf_cce.matmul import multiply
-from hf_cce.spec import Inputs, LossSpec, accumulation_dtype
+from hf_cce.spec import Inputs, LossSpec, Tokens, accumulation_dtype
 
 MIN_TOKENS = 512  # rather than sum all of dW over blocks of fewer tokens, the kernels compute some logits again
 

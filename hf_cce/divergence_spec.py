@@ -1,4 +1,4 @@
-"""Data types of one divergence: the heads, the selected tokens, and the checked options.
+"""Data types of one divergence: the heads and the checked options.
 
 Legend: N tokens, D hidden size, V vocabulary; z logits after scale, softcap and temperature; p = softmax(z); β: 0 for the forward
 KL(p_teacher ‖ p_student), 1 for the reverse KL(p_student ‖ p_teacher), else the JSD with the mixture
@@ -45,32 +45,6 @@ class Head(NamedTuple):
         if not self.softcap:
             return self.logit_scale
         return (z / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
-
-
-class Tokens(NamedTuple):
-    """The tokens that a mask selects. All of them if both fields are None; at most one is not."""
-
-    mask: Any = None  # [N] bool
-    indices: Any = None  # of the selected tokens; only on a CPU, because finding them would synchronize with a GPU
-
-    @classmethod
-    def of(cls, mask: Tensor | None, device: torch.device) -> Tokens:
-        """Select the tokens where ``mask`` [N] is True."""
-        return cls(mask) if mask is None or device.type != "cpu" else cls(indices=mask.nonzero().squeeze(1))
-
-    def gather(self, x: Tensor, rows: slice = slice(None), fill: float = 0) -> Tensor:
-        """Return ``rows`` of those of ``x`` [N, ·]; ``fill`` where ``mask`` is False, so that NaN there cannot propagate."""
-        if self.mask is not None:
-            return torch.where(self.mask[rows, None], x[rows], fill)
-        return x[rows] if self.indices is None else x.index_select(0, self.indices[rows])
-
-    def scatter(self, values: Tensor, n: int) -> Tensor:
-        """Return ``values`` for all tokens [N, ·]; zero for tokens that are not selected."""
-        if self.mask is not None:
-            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
-        if self.indices is None:
-            return values
-        return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.indices, values)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from hf_cce import reference
 from hf_cce.config import MIB
 from hf_cce.matmul import ALIGNED, multiply, multiply_add, supports_fp32_out
-from hf_cce.reference import put_rows, scratch_bytes
-from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
+from hf_cce.reference import scratch_bytes
+from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, Tokens, WantedStats, accumulation_dtype
 
 # Minimum tokens per block: a CPU multiplies fewer less efficiently, and adding their product to dW costs more than the product.
 MIN_BLOCK_TOKENS = 256
@@ -155,7 +155,7 @@ class LogitGrads:
 
     logits: Tensor
     hidden: Tensor  # [n, D], zero in ignored rows
-    chosen: Tensor | None  # [n], indices of the tokens, see ``reference.select_rows``
+    tokens: Tokens  # of ``reference.select_rows``
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
@@ -169,10 +169,10 @@ class LogitGrads:
 
     def _multiply(self, x: Inputs, spec: LossSpec, by_token: Tensor, by: Tensor | None) -> list[Tensor | None]:
         by_token = torch.where(x.labels == spec.ignore_index, 0, by_token)
-        by_row = by_token if self.chosen is None else by_token[self.chosen]
         hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
+        by_row = self.tokens.gather(by_token)
         grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, by_row, by)
-        return [None if grad_hidden is None else put_rows(grad_hidden, self.chosen, len(x.hidden)), *others]
+        return [self.tokens.scatter(grad_hidden, len(x.hidden)), *others]
 
 
 def split_factors(dtype: torch.dtype, by_row: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -253,15 +253,14 @@ def token_losses(
 
     ``make_factor``, called when a GPU has its first GEMM, checks the labels and returns a factor that upstream gradients contain.
     """
-    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
+    (hidden, _, _, labels), tokens = reference.select_rows(x, spec, mask=any(spec.needs))
     z = products(hidden, x.weight, x.bias, empty_logits(hidden, x.weight.shape[0], len(hidden), triton=False))
     factor = make_factor()
     scale = gradient_scale(hidden, spec.logit_scale, factor)
     loss, lse = (
-        put_rows(each, chosen, len(x.labels))
-        for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
+        tokens.scatter(each, len(x.labels)) for each in logits_to_gradients(z, labels, spec, scale, x.bias is not None)
     )
-    return loss, lse, factor, LogitGrads(z, hidden, chosen, scale)
+    return loss, lse, factor, LogitGrads(z, hidden, tokens, scale)
 
 
 @dataclass
@@ -273,7 +272,7 @@ class GradSums:
     """
 
     hidden: Tensor | None  # [n, D]
-    chosen: Tensor | None  # [n], indices of the tokens, see ``reference.select_rows``
+    tokens: Tokens  # of ``reference.select_rows``
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
@@ -289,8 +288,7 @@ class GradSums:
                 return None if sums is None else sums.mul_(multiplier)
             return torch.mul(sums, multiplier, out=torch.empty_like(sums, dtype=dtype))
 
-        grad_hidden, self.hidden = rounded(self.hidden), None
-        grad_hidden = None if grad_hidden is None else put_rows(grad_hidden, self.chosen, len(x.hidden))
+        grad_hidden, self.hidden = self.tokens.scatter(rounded(self.hidden), len(x.hidden)), None
         grad_bias = rounded(self.bias)
         if self.weight is None or self.grad_weight is None or self.weight.dtype == dtype:
             return [grad_hidden, rounded(self.weight), grad_bias]
@@ -317,14 +315,14 @@ def token_blocks(
     ``block``: tokens per block; 0 for as many as the budget allows. ``computes_products``: ``to_gradients`` does, into
     uninitialized memory. Without ``overflow``, the sums omit the rows of the weight that do not fit its own buffer.
     """
-    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
+    (hidden, _, _, labels), tokens = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
     dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
     most = math.inf if supports_fp32_out(hidden) else 1.0
     acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.empty((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
-        chosen,
+        tokens,
         torch.empty(v, dtype=acc_dtype, device=device) if need_bias else None,
         torch.empty_like(x.weight, memory_format=torch.contiguous_format) if need_weight else None,
         min(most, fp16_scale(spec.logit_scale)) if dtype == torch.float16 else 1.0,
@@ -367,7 +365,7 @@ def token_blocks(
             mask = valid[rows, None].to(z.dtype)
             rounds = dtype != acc_dtype and not supports_fp32_out(z)
             sums.bias.add_(z.mul_(mask).sum(0, dtype=acc_dtype) if rounds else multiply(z.t(), mask)[:, 0])
-    return losses, put_rows(lse, chosen, len(x.labels)), factor, sums
+    return losses, tokens.scatter(lse, len(x.labels)), factor, sums
 
 
 def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> int:
@@ -383,9 +381,8 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
     return -(-max(n, 1) // (unit * blocks)) * unit
 
 
-# Products h Wᵀ [n, V] in the inputs' dtype, the largest logit [n] and its log p, and hidden states [n, D] and indices of their
-# tokens from ``reference.select_rows``
-KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+# Products h Wᵀ [n, V] in the inputs' dtype, the largest logit [n] and its log p, and hidden states [n, D] of the tokens
+KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor, Tokens]
 
 
 def logit_stats(
@@ -395,7 +392,7 @@ def logit_stats(
 
     −log p(label) is more accurate than the difference of the statistics if p(label) is close to 1.
     """
-    (hidden, _, _, labels), chosen = reference.select_rows(x, spec, mask=any(spec.needs))
+    (hidden, _, _, labels), tokens = reference.select_rows(x, spec, mask=any(spec.needs))
     n, v, acc_dtype = len(hidden), x.weight.shape[0], accumulation_dtype(hidden.dtype)
     keeps = any(spec.needs)
     block = max(1, n) if keeps else tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, spec.memory_budget // 2)
@@ -426,8 +423,8 @@ def logit_stats(
     valid = x.labels != spec.ignore_index
     top1 = label_logit >= top_logit if wanted.top1 else top_logit[:0]
     found = [(top_logit - top_log_p)[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
-    *stats, losses = reference.zero_ignored(found, valid, chosen)
-    return LogitStats(*stats), losses, (slab, top_logit[:, 0], top_log_p[:, 0], hidden, chosen) if keeps else None
+    *stats, losses = reference.zero_ignored(found, valid, tokens)
+    return LogitStats(*stats), losses, (slab, top_logit[:, 0], top_log_p[:, 0], hidden, tokens) if keeps else None
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
@@ -440,9 +437,9 @@ def logit_stats_backward(
     kept: KeptLogits, x: Inputs, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> list[Tensor | None]:
     """Return the gradients of hidden, weight and bias. The kept logits are overwritten."""
-    (z, top_logit, top_log_p, hidden, chosen), v = kept, x.weight.shape[0]
-    labels = x.labels if chosen is None else x.labels[chosen]
-    lse, entropy, grads = reference.select_grads(x.labels, chosen, spec, lse, entropy, grads)
+    (z, top_logit, top_log_p, hidden, tokens), v = kept, x.weight.shape[0]
+    labels = tokens.gather(x.labels)
+    lse, entropy, grads = reference.select_grads(x.labels, tokens, spec, lse, entropy, grads)
     sign, narrow = torch.ones_like(lse), z.dtype not in FULL_PRECISION
     if _is_plain(spec) and grads.entropy is None and grads.mean is None:
         # z − top is exact where p matters, z − lse is not. In 16 bits, where z itself is less exact, p · |gradient of lse| is
@@ -467,4 +464,4 @@ def logit_stats_backward(
             z[chunk] = reference.logit_gradients(log_p, f, spec, some_entropy, of_chunk, labels[chunk], 0, v)
             del f, log_p  # free them before the next ones are allocated
     grad_hidden, *others = logit_products(z, hidden, x.weight, spec.needs, sign)
-    return [None if grad_hidden is None else put_rows(grad_hidden, chosen, len(x.hidden)), *others]
+    return [tokens.scatter(grad_hidden, len(x.hidden)), *others]

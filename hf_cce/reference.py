@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_cce.config import MIB
 from hf_cce.matmul import multiply_add
 from hf_cce.quantized import dense, scratch_per_row
-from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, Tokens, WantedStats, accumulation_dtype
 
 # Minimum workspace: less would save no memory that matters, and small slabs make the GEMMs slow.
 MIN_SCRATCH_BYTES = 16 * MIB
@@ -77,52 +77,45 @@ def mean_entropy_and_squares(z: Tensor, log_p: Tensor, wanted: WantedStats) -> t
     )
 
 
-def select_rows(x: Inputs, spec: LossSpec, mask: bool = True) -> tuple[Inputs, Tensor | None]:
-    """Return the inputs of the tokens that have a label, and the indices of these tokens; None if no token is left out.
+def select_rows(x: Inputs, spec: LossSpec, mask: bool = True) -> tuple[Inputs, Tokens]:
+    """Return the inputs of the tokens that have a label, and these tokens.
 
     On a GPU no token is left out, because finding them would synchronize. The hidden states of tokens without a label are zeroed,
     so that NaN there cannot propagate; on a GPU only if ``mask``.
     """
     valid = x.labels != spec.ignore_index
     if _would_sync(valid):
-        return (x._replace(hidden=torch.where(valid[:, None], x.hidden, 0)) if mask else x), None
+        return (x._replace(hidden=torch.where(valid[:, None], x.hidden, 0)) if mask else x), Tokens()
     rows = valid.nonzero()[:, 0]
     if len(rows) == len(valid):
-        return x, None
+        return x, Tokens()
     labeled = len(rows)
     if labeled < MIN_ROWS_CPU:
         rows = torch.cat((rows, (~valid).nonzero()[: MIN_ROWS_CPU - labeled, 0]))
     hidden = x.hidden[rows]
     hidden[labeled:] = 0
-    return x._replace(hidden=hidden, labels=x.labels[rows]), rows
+    return x._replace(hidden=hidden, labels=x.labels[rows]), Tokens(indices=rows)
 
 
 def select_grads(
-    labels: Tensor, rows: Tensor | None, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
+    labels: Tensor, tokens: Tokens, spec: LossSpec, lse: Tensor, entropy: Tensor | None, grads: TokenGrads
 ) -> tuple[Tensor, Tensor | None, TokenGrads]:
-    """Return statistics and their upstream gradients for the ``rows`` of ``select_rows``; ignored tokens get no gradient."""
+    """Return statistics and their upstream gradients for the ``tokens`` of ``select_rows``; ignored tokens get no gradient."""
     valid = labels != spec.ignore_index
     lse, grads = torch.where(valid, lse, IGNORED_LSE), grads.map(lambda g: torch.where(valid, g, 0))
-    if rows is None:
-        return lse, entropy, grads
-    return lse[rows], None if entropy is None else entropy[rows], grads.map(lambda g: g[rows])
+    return tokens.gather(lse), None if entropy is None else tokens.gather(entropy), grads.map(tokens.gather)
 
 
-def put_rows(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
-    """Return the ``values`` of ``rows`` as those of all tokens [n, ·], with zeros elsewhere."""
-    return values if rows is None else values.new_zeros(n, *values.shape[1:]).index_copy_(0, rows, values)
-
-
-def zero_ignored(stats: Iterable[Tensor], valid: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-    """Return ``stats``, each of ``rows`` or empty, for all tokens, with zeros (False) where not ``valid``; new tensors."""
-    stats = [put_rows(s, rows, len(valid)) if s.numel() else s for s in stats]
+def zero_ignored(stats: Iterable[Tensor], valid: Tensor, tokens: Tokens) -> list[Tensor]:
+    """Return ``stats``, each of ``tokens`` or empty, for all tokens, with zeros (False) where not ``valid``; new tensors."""
+    stats = [tokens.scatter(s, len(valid)) if s.numel() else s for s in stats]
     return [torch.where(valid, s, s.new_zeros(())) if s.numel() else torch.empty_like(s) for s in stats]
 
 
 def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
     """Compute the statistics in one pass over slabs of logits, as in online softmax (Milakov & Gimelshein, 2018)."""
     valid = x.labels != spec.ignore_index
-    x, rows = select_rows(x, spec, mask=False)
+    x, tokens = select_rows(x, spec, mask=False)
     hidden, labels, v = x.hidden, x.labels, x.weight.shape[0]
     n, acc_dtype = labels.numel(), accumulation_dtype(hidden.dtype)
     total, label_logit, z_sum, weighted, squares = torch.zeros((5, n), dtype=acc_dtype, device=hidden.device).unbind()
@@ -156,7 +149,7 @@ def logit_stats(x: Inputs, spec: LossSpec, wanted: WantedStats) -> LogitStats:
         squares.log() - 2 * log_total if wanted.log_sum_sq else nothing,
         label_logit >= top if wanted.top1 else nothing,
     )
-    return LogitStats(*zero_ignored(stats, valid, rows))
+    return LogitStats(*zero_ignored(stats, valid, tokens))
 
 
 def logit_stats_backward(
@@ -168,8 +161,8 @@ def logit_stats_backward(
     ∂lse/∂z = p, ∂z_label/∂z = one-hot, ∂(mean z)/∂z = 1/V, ∂H/∂z = −p · (z − (lse − H)).
     """
     n_all, (need_hidden, need_weight, need_bias) = x.labels.numel(), spec.needs
-    (hidden, weight, _, labels), rows = select_rows(x, spec)
-    lse, entropy, grads = select_grads(x.labels, rows, spec, lse, entropy, grads)
+    (hidden, weight, _, labels), tokens = select_rows(x, spec)
+    lse, entropy, grads = select_grads(x.labels, tokens, spec, lse, entropy, grads)
     n, v, acc_dtype = labels.numel(), weight.shape[0], accumulation_dtype(hidden.dtype)
     grad_hidden = torch.zeros(hidden.shape if need_hidden else 0, dtype=acc_dtype, device=hidden.device)
     grad_weight = hidden.new_empty(weight.shape if need_weight else 0)
@@ -197,7 +190,7 @@ def logit_stats_backward(
             torch.mm(rounded.t(), hidden, out=grad_weight[start:stop])
         del z, log_p, g, rounded  # free them before the next slab is allocated
     grad_hidden = grad_hidden.to(hidden.dtype)
-    return put_rows(grad_hidden, rows, n_all) if need_hidden else grad_hidden, grad_weight, grad_bias
+    return tokens.scatter(grad_hidden, n_all) if need_hidden else grad_hidden, grad_weight, grad_bias
 
 
 def _would_sync(x: Tensor) -> bool:

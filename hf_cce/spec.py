@@ -6,7 +6,7 @@ Legend: N tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,34 @@ class Inputs(NamedTuple):
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V]
     labels: Tensor  # [N] int64
+
+
+class Tokens(NamedTuple):
+    """Tokens that take part in a computation: all if both fields are None; at most one is not."""
+
+    mask: Tensor | None = None  # [N] bool
+    indices: Tensor | None = None  # only on a CPU, because finding them would synchronize with a GPU
+
+    @classmethod
+    def of(cls, mask: Tensor | None, device: torch.device) -> Tokens:
+        """Select the tokens where ``mask`` [N] is True."""
+        return cls(mask) if mask is None or device.type != "cpu" else cls(indices=mask.nonzero().squeeze(1))
+
+    def gather(self, x: Tensor, rows: slice = slice(None), fill: float = 0) -> Tensor:
+        """Return ``rows`` of those of ``x`` [N, ·]; ``fill`` where ``mask`` is False, so that NaN there cannot propagate."""
+        if self.mask is not None:
+            return torch.where(self.mask[rows, None], x[rows], fill)
+        if self.indices is not None:
+            return x.index_select(0, self.indices[rows])
+        return x if rows == slice(None) else x[rows]
+
+    def scatter(self, values: Any, n: int) -> Any:
+        """Return ``values``, if not None, for all tokens [N, ·]; zero for the others."""
+        if self.mask is not None and values is not None:
+            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
+        if self.indices is None or values is None:
+            return values
+        return values.new_zeros(n, *values.shape[1:]).index_copy_(0, self.indices, values)
 
 
 class Divisor(NamedTuple):

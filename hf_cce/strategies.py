@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_cce import fallback, reference
 from hf_cce.config import CCEWarning
 from hf_cce.filter_state import FilterState
-from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
+from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, Tokens, WantedStats, accumulation_dtype
 
 InputGrads = Sequence[Tensor | None]  # of hidden, weight and bias; None or empty where not needed
 Upstream = Sequence[Any]  # gradients of a strategy's outputs, or None
@@ -210,7 +210,8 @@ class FullLogits(Strategy):
             top1 = label_logit >= z.detach().amax(1)
         found = reference.mean_entropy_and_squares(z, log_p, wanted)
         mean, entropy, log_sum_sq = (nothing if s is None else s for s in found)
-        return losses, LogitStats(*reference.zero_ignored((lse, label_logit, mean, entropy, log_sum_sq, top1), valid))
+        stats = (lse, label_logit, mean, entropy, log_sum_sq, top1)
+        return losses, LogitStats(*reference.zero_ignored(stats, valid, Tokens()))
 
     def loss(self, x: Inputs) -> Tensor:
         spec, z = self.spec, self.logits(x)

@@ -47,7 +47,7 @@ from hf_cce import (
 from hf_cce.config import MIB
 from hf_cce.kernels import divergence as divergence_kernels
 from hf_cce.kernels import rows as kernel_rows
-from hf_cce.spec import LossSpec
+from hf_cce.spec import LossSpec, Tokens
 
 
 def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -99,8 +99,8 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
     if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
         monkeypatch.setattr(reference, "_would_sync", lambda _: True)
-        of = divergence_spec.Tokens.of
-        monkeypatch.setattr(divergence_spec.Tokens, "of", lambda mask, device: of(mask, torch.device("cuda")))
+        of = Tokens.of
+        monkeypatch.setattr(Tokens, "of", lambda mask, device: of(mask, torch.device("cuda")))
     for module in (divergence_rows, fallback):  # several blocks of tokens
         monkeypatch.setattr(module, "tokens_per_block", lambda *_: 8)
     if "partial" in implementation:  # the weight's gradient is not summed over blocks as a whole
@@ -456,7 +456,7 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     hidden, weight, gradient = (torch.randn(size, d).to(device, torch.bfloat16) for size in (n, v, v))
     given = torch.randn(n, v).to(device, torch.bfloat16)
     mask = torch.arange(n, device=device) % 3 > 0
-    tokens = divergence_spec.Tokens.of(mask, mask.device)
+    tokens = Tokens.of(mask, mask.device)
     student = divergence_spec.Head(hidden, weight, None, 1.0, 0.0)
     teacher = student if form == "head" else divergence_spec.Head(given, None, None, 1.0, 0.0)
     spec = divergence_spec.DivergenceSpec(0.0, False, budget, True, True, "one_pass")

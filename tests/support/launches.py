@@ -19,7 +19,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
 from hf_cce.kernels.divergence_topk import row_top_k_divergences
 from hf_cce.kernels.launcher import OPTIONS, Kernel
-from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats
+from hf_cce.spec import Divisor, Inputs, LossSpec, Tokens, WantedStats
 from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
 
 Step = Callable[[], None]
@@ -110,7 +110,7 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     spec = divergence_spec.DivergenceSpec(
         beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "one_pass"
     )
-    of_rows = divergence_rows.HeadRows(student, teacher, divergence_spec.Tokens(), spec)
+    of_rows = divergence_rows.HeadRows(student, teacher, Tokens(), spec)
     of_rows.divergences(1.0)
     sums = of_rows.one_pass(needs)[2]
     of_rows.gradients_of_sums(sums, torch.empty((), device="meta"), needs)
