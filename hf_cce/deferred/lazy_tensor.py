@@ -601,7 +601,7 @@ class WrittenLogits(torch.autograd.Function):
         return None, grad
 
 
-class FullLogits(torch.autograd.Function):
+class Materialized(torch.autograd.Function):
     """Full logits whose gradient flows back through the lazy logits, which may have hooks."""
 
     @staticmethod

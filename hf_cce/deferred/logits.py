@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_cce.deferred.handlers import CLASS_FIRST, HANDLERS
 from hf_cce.deferred.lazy_tensor import (
-    FullLogits,
     FusedResult,
     HeadOutput,
     LazyTensor,
+    Materialized,
     RecordedOp,
     TensorMeta,
     TensorProxy,
@@ -205,7 +205,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         if requires_grad and (self._differentiable_values is None or self._version_then != self._own_version()):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
-                self._differentiable_values, self._version_then = FullLogits.apply(self, values), self._own_version()
+                self._differentiable_values, self._version_then = Materialized.apply(self, values), self._own_version()
             self._is_written = False
         return values if self._differentiable_values is None else self._differentiable_values
 
