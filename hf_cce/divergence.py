@@ -6,7 +6,6 @@ x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -212,9 +211,7 @@ def _of_rows(
 ) -> DivergenceRows:
     """Select the rows of ``tokens``, and limit both heads to the vocabulary entries of the smaller one."""
     if isinstance(teacher, TopK):
-        student = student._replace(hidden=tokens.gather(student.hidden))
-        log_p = tokens.gather(teacher.log_p, fill=-math.inf)  # padding
-        return TopKRows(student, teacher._replace(ids=tokens.gather(teacher.ids), log_p=log_p), tokens, spec)
+        return TopKRows(student._replace(hidden=tokens.gather(student.hidden)), teacher, tokens, spec)
     sizes = (x.hidden.shape[1] if x.weight is None else x.weight.shape[0] for x in (student, teacher))
     heads, v = [], min(sizes)
     for x in (student, teacher):

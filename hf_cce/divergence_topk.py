@@ -118,12 +118,14 @@ class TopKRows(DivergenceRows):
         if self.spec.triton:
             from hf_cce.kernels.divergence_topk import row_top_k_divergences  # importing hf_cce must not import Triton
 
-            teacher = (ids[rows], log_pt[rows], lump)
+            teacher = (self.tokens.gather(ids, rows), self.tokens.gather(log_pt, rows, -math.inf), lump)
             in_range = row_top_k_divergences(z, teacher, student, self.spec.beta, divergence, scale)
             check_range(in_range, ids, z.shape[1])
             return
-        # Made while a GPU computes the first GEMM
-        self.support = self.support or Support.of(ids, log_pt, z.shape[1])
+        # Made while a GPU computes the first GEMM. Tokens that are not selected have only padding.
+        if self.support is None:
+            ids, log_pt = self.tokens.gather(ids), self.tokens.gather(log_pt, fill=-math.inf)
+            self.support = Support.of(ids, log_pt, z.shape[1])
         # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
         # derivative
         copied = z.dtype != acc_dtype or z.shape[1] % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
