@@ -175,8 +175,8 @@ class Divergence(torch.autograd.Function):
             raise RuntimeError(
                 "linear_divergence has no second derivative; remove create_graph=True, or use full logits"
             )
-        (form, spec, factor), saved, given = ctx.options, ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        student, tokens = Head(*saved[:3], *form), Tokens(*saved[3:])
+        (form, spec, factor), saved = ctx.options, ctx.saved_tensors  # read once: a checkpoint unpacks each only once
+        student, tokens, given = Head(*saved[:3], *form), Tokens(*saved[3:5]), saved[5:]
         teacher = type(ctx.teacher)(*(x if y is None else y for x, y in zip(ctx.teacher, given, strict=True)))
         of_rows = _of_rows(student, teacher, tokens, spec, ctx.stats)
         summed = grad.stride() == (0,)  # the gradient of a sum or a mean: equal for all tokens

@@ -30,6 +30,7 @@ from divergences import (
 from forced_strategies import BFLOAT16
 from numerics import assert_accurate, assert_all_accurate
 from peak_memory import PeakMemory
+from torch.utils.checkpoint import checkpoint
 
 from hf_cce import (
     CCEConfig,
@@ -302,6 +303,17 @@ def test_a_second_backward_gives_the_same_gradients(case: Case, form: str) -> No
     loss = fused_divergence(x, leaves, replace(case, form=form, **EVERYTHING))
     first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("implementation", ["rows", "blocks"])
+def test_in_a_checkpoint(form: str, config: CCEConfig, device: str) -> None:
+    case = Case(form=form, **EVERYTHING)
+    x = make_inputs(case, torch.float32, device)
+
+    def loss(*leaves: torch.Tensor) -> torch.Tensor:
+        return fused_divergence(x, leaves, case, config)
+
+    assert all(map(torch.equal, outcome(x, partial(checkpoint, loss, use_reentrant=False)), outcome(x, loss)))
 
 
 @pytest.mark.parametrize("implementation", ["blocks", "triton blocks"])
