@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_cce.config import CCEConfig
-from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_one_block
+from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_token_losses
 from hf_cce.filter_state import FilterState
 from hf_cce.matmul import supports_fp32_out
 from hf_cce.quantized import FrozenWeight
@@ -36,7 +36,7 @@ from hf_cce.strategies import (
 
 # Minimum compute capability for implementation="auto" and for implementation="triton". The kernels compile for a T4 (7.5), but
 # have not been run on one.
-CAPABILITY, EXPERIMENTAL = (8, 0), (7, 5)
+MIN_CAPABILITY, MIN_CAPABILITY_FORCED = (8, 0), (7, 5)
 
 # Thresholds, measured on an H200.
 FILTER_FROM = 1.5e11  # work (tokens · hidden size · vocabulary) from which the filter pays off
@@ -44,7 +44,7 @@ FILTER_TOKENS = 2048  # and tokens: as many as fill a GPU with blocks
 # Up to this size of all logits in the inputs' dtype, few kernel launches win: PyTorch multiplies, also where the kernels could.
 ONE_BLOCK_BYTES = 256 << 20
 ONE_PASS_TOKENS = 1024  # tokens per block of a divergence whose gradients are summed over blocks, by default
-MIN_TILES = 512  # tokens from which the kernels, too, multiply for a divergence
+TILE_TOKENS = 512  # tokens from which the kernels, too, multiply for a divergence
 # By default, all logits of a divergence in 16 bits are kept up to one of these sizes, depending on what blocks cost.
 SMALL_LOGITS, LARGE_LOGITS = 512 << 20, 2 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
@@ -96,13 +96,13 @@ WHY = {
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, implementation: str = "auto") -> str:
-    """Return ``"triton"`` or ``"portable"`` for tensors of ``dtype`` on ``device``; raise if the one asked for cannot run."""
+    """Return what multiplies: ``"triton"``, or ``"portable"`` for PyTorch; raise if the one asked for cannot run."""
     if implementation == "auto" and dtype == torch.float32:
         return "portable"  # cuBLAS is faster than Triton's full-precision matmul
     if runs_kernels(device, dtype, implementation):
         return "triton"
     if implementation == "triton":
-        why = why_no_triton(device, dtype, EXPERIMENTAL)
+        why = why_no_triton(device, dtype, MIN_CAPABILITY_FORCED)
         raise RuntimeError(f"implementation='triton' cannot run here: {why}; use implementation='auto'")
     return "portable"
 
@@ -111,10 +111,10 @@ def runs_kernels(device: torch.device, dtype: torch.dtype, implementation: str) 
     """Return True if the kernels can run, at least those that turn PyTorch's products into gradients."""
     if implementation == "portable" or (implementation == "auto" and device.type == "cpu"):
         return False
-    return why_no_triton(device, dtype, EXPERIMENTAL if implementation == "triton" else CAPABILITY) is None
+    return why_no_triton(device, dtype, MIN_CAPABILITY_FORCED if implementation == "triton" else MIN_CAPABILITY) is None
 
 
-def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = CAPABILITY) -> str | None:
+def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, int] = MIN_CAPABILITY) -> str | None:
     """Return why the kernels cannot run for ``dtype`` on ``device``, or None. ``least``: minimum compute capability.
 
     On a machine without CUDA, a CUDA device stands for a GPU that runs the kernels.
@@ -222,11 +222,11 @@ def one_pass_pays(p: Problem, spec: LossSpec) -> bool:
     # On a CPU a 16-bit matmul cannot write float32 results, which summing dW over several token blocks would need.
     # On a GPU, the sums over token blocks need a float32 accumulator of dW, half of which is in the memory of dW itself.
     accumulates = not on_cpu and (spec.auto_budget or 2 * _head_gradient_bytes(p, spec) <= spec.memory_budget)
-    one_block = fits_one_block(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
+    one_block = fits_token_losses(p.tokens, p.vocab_size, p.dtype, on_cpu, spec.memory_budget)
     return accumulates or one_block or not spec.needs[1]
 
 
-def decide(p: Problem, spec: LossSpec, implementation: str) -> str:
+def choose_unfiltered(p: Problem, spec: LossSpec, implementation: str) -> str:
     """Return the name of the unfiltered strategy, a key of ``WHY``, for a loss that does not prefer full logits."""
     if implementation == "triton":
         # Without gradients, the tile kernels compute the logits once, too: fewer launches pay off for few tokens only.
@@ -267,7 +267,7 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     if implementation == "triton" and (keeps_state or spec.gradient_filter != "auto") and may_filter(p, spec):
         state = state or FilterState()
         tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
-    unfiltered = _build_strategy(decide(p, spec, implementation), p, spec, divisor)
+    unfiltered = _build_strategy(choose_unfiltered(p, spec, implementation), p, spec, divisor)
     if tau is None or state is None:
         return unfiltered
     return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
@@ -350,7 +350,7 @@ def dispatch_divergence(
     kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
     tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
     # PyTorch's products would be rounded to bfloat16.
-    multiplies = tiles and p.dtype == torch.bfloat16 and not top_k and p.tokens >= MIN_TILES
+    multiplies = tiles and p.dtype == torch.bfloat16 and not top_k and p.tokens >= TILE_TOKENS
     if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
         return workspace, True, multiplies, "keep"
     if tiles and not top_k:
@@ -410,7 +410,9 @@ def explain_dispatch(
     p = Problem(tokens, hidden_size, vocab_size, dtype, device)
     implementation = choose_implementation(device, dtype, config.implementation)
     why_not = why_no_triton(device, dtype) if config.implementation == "auto" else None
-    strategy = "filtered" if implementation == "triton" and may_filter(p, spec) else decide(p, spec, implementation)
+    strategy = (
+        "filtered" if implementation == "triton" and may_filter(p, spec) else choose_unfiltered(p, spec, implementation)
+    )
     strategy = "full_logits" if prefers_full_logits(p, spec) else strategy
     why = "; ".join(filter(None, (WHY[strategy], why_not)))
     return Explanation(strategy, implementation, why, _budget(p, spec, strategy))

@@ -29,18 +29,18 @@ from hf_cce.spec import Inputs, LogitStats, LossSpec, TokenGrads, Tokens, Wanted
 # Minimum tokens per block: a CPU multiplies fewer less efficiently, and adding their product to dW costs more than the product.
 MIN_BLOCK_TOKENS = 256
 # Up to this size a CPU keeps all 16-bit logits at once: blocks would save little memory and cost a fourth GEMM.
-ONE_BLOCK_BYTES_CPU = 64 * MIB
+ALL_LOGITS_BYTES_CPU = 64 * MIB
 # Bytes of logits converted to float32 at a time: enough rows to keep a GPU busy, few enough for a CPU's cache.
 CHUNK_BYTES, CHUNK_BYTES_CPU = 128 * MIB, 4 * MIB
 PRODUCT_BYTES = 32 * MIB  # bytes of a float32 product that is rounded at a time; fits a GPU's cache
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def fits_one_block(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
+def fits_token_losses(tokens: int, vocab_size: int, dtype: torch.dtype, on_cpu: bool, memory_budget: int) -> bool:
     """Return True if ``token_losses`` fits the budget: logits in the inputs' dtype, and float32 chunks of them."""
     room = memory_budget - min(CHUNK_BYTES, memory_budget // 2)
     if on_cpu:
-        room = min(memory_budget // 2, max(ONE_BLOCK_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
+        room = min(memory_budget // 2, max(ALL_LOGITS_BYTES_CPU, scratch_bytes(tokens, vocab_size, 4, memory_budget)))
     return tokens * vocab_size * dtype.itemsize <= room
 
 

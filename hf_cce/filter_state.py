@@ -93,7 +93,7 @@ class FilterState:
         return state
 
     def threshold(self, gradient_filter: str | float, hidden: Tensor) -> Tensor | None:
-        """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step."""
+        """Return τ as a scalar on the device of ``hidden``, or None for an unfiltered step; counts down a pause."""
         self._read_pending()
         if self._paused > 0:
             self._paused -= 1
@@ -137,12 +137,12 @@ class FilterState:
             vocabulary.covariance = known[1].covariance
         self._vocabulary = key, vocabulary
 
-    def measure(self) -> bool:
+    def should_measure(self) -> bool:
         """Return True if the error of this step should be estimated."""
         fresh = self._steps - self._first_step < MEASURE_FIRST
         return (fresh or self._steps % MEASURE_EVERY == 0) and not _capturing()
 
-    def report(self, report: Any) -> None:
+    def end_step(self, report: Any) -> None:
         """Store the report of a backward pass (kernels.filter.workspace.FilterReport) and update τ. Does not synchronize."""
         self._last = report
         tau = self.next_tau(report)

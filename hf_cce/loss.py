@@ -16,7 +16,7 @@ from hf_cce import checks, dispatch, ops, sharded
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.filter_state import FilterState
-from hf_cce.reference import token_losses
+from hf_cce.reference import add_smoothing_and_z_loss
 from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 from hf_cce.strategies import SUM, validate_labels
 
@@ -122,7 +122,7 @@ def linear_cross_entropy(
     if reduction != "none" and not is_sharded:
         return ops.cross_entropy(x, spec, divisor, filter_state)
     wanted = WantedStats(mean=label_smoothing > 0)
-    loss = token_losses(*_statistics(is_sharded, x, spec, wanted, z_loss > 0, None), spec)
+    loss = add_smoothing_and_z_loss(*_statistics(is_sharded, x, spec, wanted, z_loss > 0, None), spec)
     if reduction == "none":
         return loss.view(labels.shape)
     return loss.sum() * validate_labels(x, spec, divisor).to(loss.dtype)
@@ -225,7 +225,7 @@ def _statistics(
     return stats.lse - stats.label_logit, stats
 
 
-def prefers_full_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
+def has_few_tokens(hidden_states: Tensor, weight: Tensor, config: CCEConfig | None = None) -> bool:
     """Return True if hidden_states [..., D] has so few tokens that PyTorch's full logits are used; see ``CCEConfig``."""
     if torch.compiler.is_compiling():  # shapes may change
         return False
@@ -243,7 +243,7 @@ def rounds_logits(hidden_states: Tensor, weight: Tensor, config: CCEConfig | Non
     """Return True if losses of hidden_states [..., D] are computed from logits rounded to its dtype, as by PyTorch."""
     device, dtype = hidden_states.device, hidden_states.dtype
     implementation = dispatch.choose_implementation(device, dtype, checks.check_config(config).implementation)
-    return implementation == "portable" or prefers_full_logits(hidden_states, weight, config)
+    return implementation == "portable" or has_few_tokens(hidden_states, weight, config)
 
 
 def _prepare_inputs(

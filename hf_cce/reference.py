@@ -51,7 +51,7 @@ def validate_labels(labels: Tensor, ignore_index: int, v: int, divisor: Divisor)
     return ok, torch.where(items == 0, 0.0, 1 / torch.where(items == 0, 1.0, items))
 
 
-def token_losses(loss: Tensor, stats: LogitStats, spec: LossSpec) -> Tensor:
+def add_smoothing_and_z_loss(loss: Tensor, stats: LogitStats, spec: LossSpec) -> Tensor:
     """Return the loss of each token [N]: lse − (1 − ε) z_label − ε · mean(z) + z_loss · lse², with ε the label smoothing.
 
     ``loss`` [N] is lse − z_label.

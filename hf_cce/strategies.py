@@ -249,7 +249,7 @@ class OnePass(Strategy):
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         spec, (n, d), on_cpu = self.spec, x.hidden.shape, x.hidden.device.type == "cpu"
         dtype, options = x.hidden.dtype, list[Any]()
-        one = fallback.fits_one_block(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
+        one = fallback.fits_token_losses(n, x.weight.shape[0], dtype, on_cpu, spec.memory_budget)
         # On a CPU, blocks of float32 logits are faster, because they stay in its cache. Their result, dW, takes more memory
         # than the logits of fewer tokens than D; a loop over losses would keep one dW for each.
         one &= any(spec.needs) and not (on_cpu and dtype in fallback.FULL_PRECISION and n > d)
@@ -306,7 +306,7 @@ class Recompute(Strategy):
         else:
             stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
             factor = factor.to(stats.lse.dtype)
-            losses = reference.token_losses(stats.lse - stats.label_logit, stats, spec)
+            losses = reference.add_smoothing_and_z_loss(stats.lse - stats.label_logit, stats, spec)
             loss, lse = losses.sum() * factor, stats.lse
         return (loss,), Saved(lse, factor=factor)
 
@@ -355,7 +355,7 @@ class Filtered(Strategy):
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         kernels, grads, exact = kernels_module(), self.sorted_grads(cache, saved, upstream), None
-        measure = self.keeps_state and self.state.measure()  # only a caller's FilterState uses the result
+        measure = self.keeps_state and self.state.should_measure()  # only a caller's FilterState uses the result
         request = kernels.BackwardRequest(
             grads.lse, grads.label, self.tau, *spec.needs[:2], measure, spec.gradient_filter == "auto"
         )
@@ -364,7 +364,7 @@ class Filtered(Strategy):
         grad_hidden, grad_weight, report = kernels.filtered_gradients(
             cache, x.weight, request, exact, self.state.next_tau
         )
-        self.state.report(report)
+        self.state.end_step(report)
         return grad_hidden, grad_weight, None
 
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:

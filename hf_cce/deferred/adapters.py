@@ -2,8 +2,8 @@
 
 LoRA and similar adapters add products of output size V to the product of the head, and some scale a product by a vector [V]. The
 sum is again one linear head: Σ fᵢ ⊙ (xᵢ Wᵢᵀ) + b = [x₁, x₂ …] [f₁ ⊙ W₁, f₂ ⊙ W₂ …]ᵀ + b.
-``AdapterHead`` collects the terms while the head's forward runs. At its end, ``deferred`` concatenates them to one input and one
-weight, through which autograd differentiates. Operations that are not supported use the full logits.
+``SumOfProducts`` collects the terms while the head's forward runs. At its end, ``deferred`` concatenates them to one input and
+one weight, through which autograd differentiates. Operations that are not supported use the full logits.
 
 Shapes: xᵢ [..., Dᵢ], Wᵢ [V, Dᵢ], fᵢ [V] or a number, b [V] or None.
 """
@@ -31,7 +31,7 @@ class Term(NamedTuple):
     factor: Factor = 1.0
 
 
-class AdapterHead(TensorProxy):
+class SumOfProducts(TensorProxy):
     """Placeholder for the sum of ``terms`` and ``bias``, with the shape, dtype and device that torch would give it."""
 
     _deferred_logits: Any = None
@@ -86,15 +86,15 @@ class AdapterHead(TensorProxy):
         bias = None if self.bias is None else self.bias.to(weight_dtype)
         return lazy_logits(x, weight, bias, call=self.call, cast=self.cast).to(self.dtype)
 
-    def _replace(self, terms: tuple[Term, ...], bias: Tensor | None, dtype: torch.dtype) -> AdapterHead:
-        return AdapterHead(terms, bias, dtype, self.call, self.cast)
+    def _replace(self, terms: tuple[Term, ...], bias: Tensor | None, dtype: torch.dtype) -> SumOfProducts:
+        return SumOfProducts(terms, bias, dtype, self.call, self.cast)
 
     def _materialize(self, why: str) -> Tensor:
         self.call.unknown_adapter = True
         return self.deferred()._materialize(why)
 
 
-def _to(x: AdapterHead, *args: Any, **kwargs: Any) -> Any:
+def _to(x: SumOfProducts, *args: Any, **kwargs: Any) -> Any:
     targets = cast_targets(args, kwargs)
     if targets is None or any(isinstance(each, torch.device) and each != x.device for each in targets):
         return x.deferred().to(*args, **kwargs)
@@ -102,9 +102,9 @@ def _to(x: AdapterHead, *args: Any, **kwargs: Any) -> Any:
     return x._replace(x.terms, x.bias, dtypes[-1] if dtypes else x.dtype)
 
 
-def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
+def _add(x: SumOfProducts, other: Any, **kwargs: Any) -> Any:
     """Add another sum for the same tokens, or a bias [V]."""
-    alike = isinstance(other, AdapterHead) and x.shape == other.shape and x.cast == other.cast
+    alike = isinstance(other, SumOfProducts) and x.shape == other.shape and x.cast == other.cast
     if alike and not kwargs and not other._is_stale:
         terms = x.terms
         for term in other.terms:
@@ -116,9 +116,9 @@ def _add(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
     return x._replace(x.terms, _add_optional(x.bias, bias), torch.promote_types(x.dtype, bias.dtype))
 
 
-def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
+def _sub(x: SumOfProducts, other: Any, **kwargs: Any) -> Any:
     """Subtract another sum, or a bias [V]: DoRA subtracts the head's own bias before it scales."""
-    if isinstance(other, AdapterHead):
+    if isinstance(other, SumOfProducts):
         return _add(x, _mul(other, -1.0), **kwargs)
     subtracted = as_vocab_vector(other, x)
     if subtracted is None or kwargs:
@@ -127,7 +127,7 @@ def _sub(x: AdapterHead, other: Any, **kwargs: Any) -> Any:
     return x._replace(x.terms, bias, torch.promote_types(x.dtype, subtracted.dtype))
 
 
-def _mul(x: AdapterHead, other: Any) -> Any:
+def _mul(x: SumOfProducts, other: Any) -> Any:
     """Multiply by a number, a tensor with one element, or a factor [V]."""
     factor = float(other) if is_number(other) else as_vocab_vector(other, x)
     if isinstance(other, Tensor) and other.shape == (1,) and other.is_floating_point():
@@ -139,11 +139,11 @@ def _mul(x: AdapterHead, other: Any) -> Any:
     return x._replace(terms, None if x.bias is None else x.bias * factor, dtype)
 
 
-def _div(x: AdapterHead, other: Any) -> Any:
+def _div(x: SumOfProducts, other: Any) -> Any:
     return _mul(x, 1 / other) if isinstance(other, Tensor) or other else NotImplemented
 
 
-def _iadd(x: AdapterHead, other: Any) -> Any:
+def _iadd(x: SumOfProducts, other: Any) -> Any:
     """Add to ``x`` itself, so that every reference to ``x`` sees the sum."""
     made = _add(x, other) if x._deferred_logits is None else NotImplemented
     if made is NotImplemented or made.dtype != x.dtype:
@@ -152,7 +152,7 @@ def _iadd(x: AdapterHead, other: Any) -> Any:
     return x
 
 
-AdapterHead.HANDLERS = {
+SumOfProducts.HANDLERS = {
     "to": _to, "float": lambda x: _to(x, torch.float32), "sub": _sub, "subtract": _sub, "__sub__": _sub,
     "clone": lambda x: x._replace(x.terms, x.bias, x.dtype), "zeros_like": lambda x: _mul(x, 0.0), "__iadd__": _iadd,
     **dict.fromkeys(("div", "true_divide", "__truediv__"), _div),

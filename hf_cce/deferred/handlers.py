@@ -103,6 +103,7 @@ def _contiguous(x: Any) -> Any:
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
+    """Record ``op``. If it is ``nonlinear``, its derivative depends on the logits, and the backward pass may compute them."""
     made = x._derive(lambda z: apply_ops((op,), z), lambda r: r.with_ops(op), nonlinear=nonlinear)
     made.parent = x
     return made
@@ -401,7 +402,7 @@ def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tup
         at = log_p.gather(-1, labels.clamp(min=0).to(z.device).unsqueeze(-1)).squeeze(-1)
         return at * valid, -(log_p.exp() * log_p).sum(-1) * valid
 
-    log_p, entropy = _compute_statistics(x, labels, lambda each: (each.log_probs, each.entropy), native, entropy=True)
+    log_p, entropy = _statistics_of_ids(x, labels, lambda each: (each.log_probs, each.entropy), native, entropy=True)
     if row_mask is not None:  # masked rows are zero, so a later request for all rows must not reuse this pass
         x.recipe.call.last_pass = None
     return log_p, entropy
@@ -414,12 +415,12 @@ def can_compute_log_probs(x: Any, index: Any = None) -> bool:
     return ready and (index is None or one_each)
 
 
-def _compute_statistics(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
+def _statistics_of_ids(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
-    return _fused_statistics(x, lambda r: result(compute_log_probs(r, ids, **wanted)), native)
+    return _fused_or_native(x, lambda r: result(compute_log_probs(r, ids, **wanted)), native)
 
 
-def _fused_statistics(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
+def _fused_or_native(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
     """Return ``fused(recipe)``, counted as a fused loss; ``native(z)`` computes the same from full logits z."""
     results = x._compute_fused(fused, lambda z: native(z.to(accumulation_dtype(z.dtype))))
     if not x.recipe.call.labels:
@@ -438,7 +439,7 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     if not _over_vocabulary(x, dim) or not _meaning_of(x, "z"):
         return NotImplemented
     native = lambda z: (z.logsumexp(-1),)  # noqa: E731
-    (found,) = _compute_statistics(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
+    (found,) = _statistics_of_ids(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
     return found.unsqueeze(-1) if keepdim else found
 
 
@@ -454,11 +455,11 @@ def _gather(x: Any, dim: Any, index: Any) -> Any:
     scaled = lambda log_p: found.factor * (log_p.exp() if found.kind == "p" else log_p)  # noqa: E731
     if found.kind != "z" and index.shape[-1] == 1:
         result = lambda each: (scaled(each.log_probs).unsqueeze(-1),)  # noqa: E731
-        values = _compute_statistics(x, index.squeeze(-1), result, native, logsumexp=True)[0]
+        values = _statistics_of_ids(x, index.squeeze(-1), result, native, logsumexp=True)[0]
     elif not _can_block(x) or not 0 < index.shape[-1] <= MOST_IDS[str(found.kind)]:
         return NotImplemented
     elif found.kind != "z":
-        values = _fused_statistics(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]
+        values = _fused_or_native(x, lambda r: (scaled(gather_log_probs(r, index)),), native)[0]
     else:
         values = x._compute_fused(lambda r: (gather_logits(r, index, x.dtype),), native)[0].to(x.device, x.dtype)
         if values.requires_grad and not x.recipe.call.labels:
@@ -505,7 +506,7 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
     wanted = {"mean_logit": smoothed, "logsumexp": found.kind != "p log p", "entropy": not smoothed}
-    (total,) = _compute_statistics(x, None, result, lambda z: (z.sum(-1),), **wanted)
+    (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
 
@@ -519,7 +520,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     known = _meaning_of(x, "z") and dim in (None, -1, x.ndim - 1) and x.numel() > 0 and not (keepdim or kwargs)
     if not known or x.recipe.mask_ops() or is_dtensor(x.recipe.weight):
         return NotImplemented
-    (means,) = _compute_statistics(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
+    (means,) = _statistics_of_ids(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
     return means.mean() if dim is None else means
 
 

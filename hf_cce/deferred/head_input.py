@@ -1,4 +1,4 @@
-"""Wrapped input of an LM head, which defers the head's product while its forward runs."""
+"""The deferred product of an LM head, and the wrapped input that defers it while the head's own forward runs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_cce.deferred.adapters import AdapterHead, Term
+from hf_cce.deferred.adapters import SumOfProducts, Term
 from hf_cce.deferred.lazy_tensor import LazyTensor, TensorProxy, call_as_tensors, name_of
 from hf_cce.deferred.logits import lazy_logits
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import why_not_read
-from hf_cce.loss import prefers_full_logits
+from hf_cce.loss import has_few_tokens
 from hf_cce.quantized import FrozenWeight, torchao_weight
 from hf_cce.sharded import is_dtensor, why_not_sharded
 
 _GRAD_FN: Any = Tensor.grad_fn  # the property of the class
 
 
-def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
+def deferred_product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: TrainingCall) -> Any:
     """Return the head's product, deferred if that pays and the weight can be read later; otherwise computed.
 
-    In a head that PEFT has wrapped, the deferred product is an ``AdapterHead``. LoRA adds B (A x): A x is computed at once.
+    In a head that PEFT has wrapped, the deferred product is a ``SumOfProducts``. LoRA adds B (A x): A x is computed at once.
     """
     device = hidden_states.device.type
     if call.vocab_size is not None and weight.shape[0] != call.vocab_size:
-        return head_input(F.linear(hidden_states, weight, bias), call)
+        return wrap_head_input(F.linear(hidden_states, weight, bias), call)
     cast = reason = None
     if device == "meta":  # is_autocast_enabled does not accept it either
         reason = "the model is on the meta device, where tensors have no data"
@@ -47,8 +47,9 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         call.note_full_logits()
         return F.linear(hidden_states, weight, bias)
     begun = call.adapted and call.vocab_size is not None  # all terms of one head are deferred, or none
-    few = not begun and call.token_sums is None and prefers_full_logits(hidden_states, weight, call.config)
-    if few and not call.may_gather_head_again():  # the model's own loss would add nothing to ``token_sums``
+    # The model's own loss would add nothing to ``token_sums``.
+    few = not begun and call.token_sums is None and has_few_tokens(hidden_states, weight, call.config)
+    if few and not call.may_gather_head_again():
         call.stats.few_tokens += not call.few_tokens
         call.few_tokens = True
         return F.linear(hidden_states, weight, bias)
@@ -57,7 +58,7 @@ def linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: Tra
         return ShardedLogits((hidden_states, weight, bias), call, cast)
     made: Any
     if call.adapted:
-        made = AdapterHead((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
+        made = SumOfProducts((Term(hidden_states, weight),), bias, weight.dtype if cast is None else cast, call, cast)
     else:
         made = lazy_logits(hidden_states, weight, bias, call=call, cast=cast)
     return made.to(hidden_states.dtype) if isinstance(weight, FrozenWeight) and weight.keeps_dtype else made
@@ -102,10 +103,10 @@ def _wrap_result(result: Any, call: TrainingCall) -> Any:
         return result
     if type(result) is tuple:
         return tuple(_wrap_result(each, call) for each in result)
-    return head_input(result, call) if type(result) is Tensor and result.is_floating_point() else result
+    return wrap_head_input(result, call) if type(result) is Tensor and result.is_floating_point() else result
 
 
-def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
+def wrap_head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
     """Wrap hidden states [..., D] as a ``HeadInput``; in eager code this is the same tensor as a subclass."""
     in_graph = torch.compiler.is_compiling() or is_dtensor(hidden_states)
     made: Any = _PlainInput(hidden_states) if in_graph else hidden_states.as_subclass(_TensorInput)
@@ -116,13 +117,13 @@ def head_input(hidden_states: Tensor, call: TrainingCall) -> Any:
 def _matmul(x: Any, other: Any) -> Any:
     """Defer an adapter's own product (AdaLoRA), once the product of the head has set ``call.vocab_size``."""
     known = x.call.adapted and x.call.vocab_size is not None and isinstance(other, Tensor) and other.dim() == 2
-    return linear(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
+    return deferred_product(x.hidden_states, other.t(), None, x.call) if known else NotImplemented
 
 
 HeadInput.HANDLERS = {
-    "linear": lambda x, weight, bias=None: linear(x.hidden_states, weight, bias, x.call),
-    "to": lambda x, *args, **kwargs: head_input(x.hidden_states.to(*args, **kwargs), x.call),
-    "dropout": lambda x, *args, **kwargs: head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
+    "linear": lambda x, weight, bias=None: deferred_product(x.hidden_states, weight, bias, x.call),
+    "to": lambda x, *args, **kwargs: wrap_head_input(x.hidden_states.to(*args, **kwargs), x.call),
+    "dropout": lambda x, *args, **kwargs: wrap_head_input(F.dropout(x.hidden_states, *args, **kwargs), x.call),
     **dict.fromkeys(("matmul", "__matmul__"), _matmul),
 }
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cce.deferred.lazy_tensor import graph_boundary, share_gradient
 from hf_cce.deferred.recipe import Recipe
-from hf_cce.loss import LogProbs, linear_log_probs, prefers_full_logits, rounds_logits
+from hf_cce.loss import LogProbs, has_few_tokens, linear_log_probs, rounds_logits
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
@@ -104,7 +104,7 @@ def is_one_of_many(r: Recipe) -> bool:
     if r.split is None or not trains or not r.leaves or is_dtensor(r.weight):
         return False
     whole = r.part_of[0]  # type: ignore[index]
-    return not prefers_full_logits(whole.hidden_states, whole.weight, r.call.config)
+    return not has_few_tokens(whole.hidden_states, whole.weight, r.call.config)
 
 
 def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None:

@@ -114,7 +114,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     """Deferred logits in eager code: a ``torch.Tensor`` without storage."""
 
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
-    _version_then = 0  # the ``_own_version`` that they belong to
+    _version_of_values = 0  # the ``_own_version`` that they belong to
     _is_written = False  # the gradient of this tensor flows to them instead, see ``WrittenLogits``
     meta: TensorMeta
     # The properties of torch.Tensor would call __torch_function__. Stale logits may have another shape after ``unsqueeze_``.
@@ -130,7 +130,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        state = "not made" if self.shared_storage.values is None else "made"
+        state = "deferred" if self.shared_storage.values is None else "materialized"
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {state})"
 
     def _detached(self) -> Any:
@@ -202,10 +202,13 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         values = self._materialize_values(why)
         # Not self.requires_grad: after an in-place write, that would ask for the full logits again
         requires_grad = call_as_tensors(Tensor.requires_grad.__get__, (self,))  # type: ignore[attr-defined]
-        if requires_grad and (self._differentiable_values is None or self._version_then != self._own_version()):
+        if requires_grad and (self._differentiable_values is None or self._version_of_values != self._own_version()):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
-                self._differentiable_values, self._version_then = Materialized.apply(self, values), self._own_version()
+                self._differentiable_values, self._version_of_values = (
+                    Materialized.apply(self, values),
+                    self._own_version(),
+                )
             self._is_written = False
         return values if self._differentiable_values is None else self._differentiable_values
 
@@ -213,14 +216,14 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""
         if values.requires_grad:
             WrittenLogits.apply(self, values)  # in no_grad, this only counts the write
-            self._differentiable_values, self._version_then = values, self._own_version()
+            self._differentiable_values, self._version_of_values = values, self._own_version()
             self._is_written = self._is_written or torch.is_grad_enabled()
         return self
 
     def _gradient_owner(self) -> Any:
         if not self._is_stale:
             self._check_views()
-        written = self._is_written and self._version_then == self._own_version()
+        written = self._is_written and self._version_of_values == self._own_version()
         return self._differentiable_values if written else self
 
     def _own_version(self) -> int:

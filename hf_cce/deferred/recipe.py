@@ -96,7 +96,7 @@ class Recipe:
     def with_leaves(self) -> Recipe:
         """Return the recipe on detached leaves that stand for the operands."""
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
-        versions, entries = tuple(map(version_of, leaves)), some_entries(self.weight)
+        versions, entries = tuple(map(version_of, leaves)), sample_of(self.weight)
         made = self.replace(leaves=leaves, aliases=[], versions=versions, step=OptimizerSteps.taken, entries=entries)
         return made.with_operands(*leaves)
 
@@ -140,7 +140,7 @@ class Recipe:
         if not changed and self.entries is not None and may_differ:
             weight = self.leaves[1]  # not self.weight, which may be a part of the vocabulary
             with self.call.unsharded(weight):
-                now = some_entries(weight)
+                now = sample_of(weight)
                 changed = now is not None and not torch.allclose(now, self.entries, rtol=0, atol=0, equal_nan=True)
         if changed:
             raise RuntimeError(CHANGED)
@@ -149,7 +149,7 @@ class Recipe:
 _FIELDS = tuple(Recipe.__dataclass_fields__)
 
 
-def some_entries(weight: Any) -> Any:
+def sample_of(weight: Any) -> Any:
     """Return a copy of about 64 by 64 entries of this process's part of ``weight``; None if it is quantized or freed by FSDP."""
     if isinstance(weight, FrozenWeight):
         return None

@@ -109,10 +109,10 @@ def triton(wanted: bool) -> Check:
 
 
 def _runs_kernels(device: torch.device) -> bool:
-    from hf_cce.dispatch import CAPABILITY
+    from hf_cce.dispatch import MIN_CAPABILITY
 
     nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return nvidia and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 def _devices() -> tuple[list[torch.device], list[Check]]:

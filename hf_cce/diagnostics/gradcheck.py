@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_cce import CCEConfig, FilterState, linear_cross_entropy, linear_log_probs
 from hf_cce.diagnostics import machine
 from hf_cce.diagnostics.machine import Progress
-from hf_cce.dispatch import EXPERIMENTAL, why_no_triton
+from hf_cce.dispatch import MIN_CAPABILITY_FORCED, why_no_triton
 
 # Only the kernels have a gradient filter.
 CONFIGS = {
@@ -210,7 +210,7 @@ def gradcheck(
     notes: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
-        why = why_no_triton(device, getattr(torch, dtype), EXPERIMENTAL)
+        why = why_no_triton(device, getattr(torch, dtype), MIN_CAPABILITY_FORCED)
         if why is None and device.type == "cpu" and dtype == "bfloat16":
             why = "Triton's interpreter truncates to bfloat16, but a GPU rounds"
         names = [name for name, config in CONFIGS.items() if config.implementation == "portable" or why is None]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_cce.deferred.head_input import HeadInput, linear
+from hf_cce.deferred.head_input import HeadInput, deferred_product
 from hf_cce.patches.marking import replace
 from hf_cce.quantized import bitsandbytes_weight
 
@@ -34,4 +34,4 @@ def _matmul(original: Any, A: Any, B: Tensor, quant_state: Any, out: Any = None,
         return original(hidden, B, quant_state, bias=bias)
 
     weight = bitsandbytes_weight(B, quant_state, A.hidden_states.dtype, product)
-    return product(A.hidden_states, bias) if weight is None else linear(A.hidden_states, weight, bias, A.call)
+    return product(A.hidden_states, bias) if weight is None else deferred_product(A.hidden_states, weight, bias, A.call)

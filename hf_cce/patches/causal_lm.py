@@ -32,8 +32,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_cce.config import CCEConfig
-from hf_cce.deferred.adapters import AdapterHead
-from hf_cce.deferred.head_input import HeadInput, head_input, linear
+from hf_cce.deferred.adapters import SumOfProducts
+from hf_cce.deferred.head_input import HeadInput, deferred_product, wrap_head_input
 from hf_cce.deferred.lazy_tensor import LazyTensor
 from hf_cce.deferred.logits import LazyLogits, to_eager
 from hf_cce.deferred.token_sums import TokenSums, label_groups
@@ -73,7 +73,7 @@ class Patch:
     token_sums: TokenSums = field(default_factory=TokenSums)
     handles: list[RemovableHandle] = field(default_factory=list)
     outermost: Any = None  # weak reference to the wrapper that ``apply_cce`` was given
-    forward: Any = None  # the head's forward during a call, see ``_forward_of``
+    head_forward: Any = None  # the head's forward during a call, see ``_forward_of``
     warned: bool = False
     expects_entropy: bool = False  # after log-probabilities, the training loop asked for the entropy of the same logits
 
@@ -84,7 +84,7 @@ class Patch:
 
     def __getstate__(self) -> dict[str, Any]:
         # Both refer to modules that may have been replaced since
-        return {**vars(self), "forward": None, "outermost": None}
+        return {**vars(self), "head_forward": None, "outermost": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _prepare()  # the process that unpickles a model may not have called ``patch``
@@ -264,14 +264,14 @@ def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _En
     setattr(head, STATE, entry)
 
 
-def _without_graph(outermost: Any, head: nn.Module) -> tuple[nn.Module, str, Any] | None:
+def _without_graph(called_head: Any, head: nn.Module) -> tuple[nn.Module, str, Any] | None:
     """Let a head that was compiled by itself run in eager mode; return what ``_restore_forward`` restores.
 
     Its graph would compute nothing, and deferred logits from a graph are no tensors: the model's own code may need one.
     """
-    if outermost is not head:  # a torch._dynamo.OptimizedModule
-        before = outermost, "forward", outermost.forward
-        vars(outermost)["forward"] = head.__call__
+    if called_head is not head:  # a torch._dynamo.OptimizedModule
+        before = called_head, "forward", called_head.forward
+        vars(called_head)["forward"] = head.__call__
     elif head._compiled_call_impl is not None:
         before = head, "_compiled_call_impl", head._compiled_call_impl
         head._compiled_call_impl = None
@@ -300,11 +300,11 @@ def _forward_of(model: nn.Module, state: Patch, head: nn.Module) -> Any:
     forward, foreign = head.__dict__.get("forward"), _foreign_forward(head)
     if _is_deferring_forward(forward) and forward.args[0] is head:  # of an outer call, or left by a compiled call
         return forward
-    forward = state.forward
+    forward = state.head_forward
     if forward is None or forward.args[0] is not head or forward.args[1] is not foreign:
         forward = functools.partial(_deferring_forward, head, foreign)
         if not getattr(model, "_is_replica", False):  # replicas share the state but have heads of their own
-            state.forward = forward
+            state.head_forward = forward
     return forward
 
 
@@ -340,13 +340,13 @@ def _deferring_forward(head: Any, foreign: Any, hidden_states: Any = None, *args
     if call is None:  # this may be the Linear inside an adapter, with the adapter's deferred input
         return forward(hidden_states, *args, **kwargs)
     if foreign is None and type(head).forward is nn.Linear.forward:
-        return linear(hidden_states, head.weight, head.bias, call)
+        return deferred_product(hidden_states, head.weight, head.bias, call)
     call.adapted = type(head).forward is not nn.Linear.forward
-    hidden_states = head_input(hidden_states, call)
+    hidden_states = wrap_head_input(hidden_states, call)
     is_adapter = hasattr(head, "base_layer") and not torch.compiler.is_compiling()
     with _defer_base_layer(head, call) if is_adapter else contextlib.nullcontext():
         output = forward(hidden_states, *args, **kwargs)
-    if isinstance(output, AdapterHead):
+    if isinstance(output, SumOfProducts):
         return output.deferred()
     if isinstance(output, HeadInput):
         output = output.hidden_states
@@ -364,7 +364,7 @@ def _defer_base_layer(head: nn.Module, call: TrainingCall) -> Iterator[None]:
     previous, forward = base.__dict__.get("forward"), base.forward
 
     def deferring_forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(head_input(x, call) if type(x) is torch.Tensor else x, *args, **kwargs)
+        return forward(wrap_head_input(x, call) if type(x) is torch.Tensor else x, *args, **kwargs)
 
     base.forward = deferring_forward
     try:

@@ -56,7 +56,7 @@ def _handle_call(running: Any, arguments: dict[str, Any]) -> Any:
     if patch is None or not torch.is_grad_enabled():
         return NotImplemented
     heads = [arguments[f"{side}_{part}"] for side in ("student", "teacher") for part in ("weight", "bias")]
-    reason = trl.why_not_later(*heads) or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
+    reason = trl.why_not_in_backward(*heads) or why_not_read(*heads[:2]) or why_not_read(*heads[2:])
     if reason is not None:
         patch.stats.missed += 1
         patch.warn_unfused(reason)
@@ -108,7 +108,7 @@ def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
     def fused(r: Recipe) -> tuple[Tensor]:
         arguments = r.loss_arguments()
         config = arguments.pop("config")
-        return divergences(TeacherHead(*arguments.values()), teacher, beta, temperature, mask, config)[:1]
+        return divergences(TeacherHead(**arguments), teacher, beta, temperature, mask, config)[:1]
 
     def native(z: Tensor) -> tuple[Tensor]:
         found = original(z, teacher, beta=beta, temperature=temperature, reduction="none")

@@ -75,7 +75,7 @@ def end_call() -> TrainingCall | None:
     return call
 
 
-def why_not_later(*parameters: Any) -> str | None:
+def why_not_in_backward(*parameters: Any) -> str | None:
     """Return why the backward pass could not read these parameters, or None."""
     if any(hasattr(x, "ds_id") for x in parameters):
         return "DeepSpeed ZeRO-3 gathers the head only during TRL's call, which also computes its gradient"
@@ -107,7 +107,7 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
             "TRL cannot train with an offloaded LM head: it reads lm_head.weight, which is not on the device between calls of "
             "the head; choose a device_map that keeps lm_head on the device (model.embed_tokens may be offloaded)"
         )
-    reason = why_not_read(weight, bias) or why_not_later(weight, bias)
+    reason = why_not_read(weight, bias) or why_not_in_backward(weight, bias)
     if reason is not None:
         call.reasons.append(reason)
         return NotImplemented

@@ -90,10 +90,10 @@ def test_after_a_number_auto_probes_and_measures_as_at_the_start() -> None:
     state, hidden = FilterState(), torch.zeros(1)
     for _ in range(10):
         state.threshold(0.06, hidden)
-        state.report(make_report(0.05))
-    assert not state.measure()
+        state.end_step(make_report(0.05))
+    assert not state.should_measure()
     state.threshold("auto", hidden)
-    assert state.probe_only() and state.measure()
+    assert state.probe_only() and state.should_measure()
 
 
 def next_tau(state: FilterState, gradient_filter: Any) -> float:
@@ -112,22 +112,22 @@ def test_the_threshold_follows_the_measured_error(gradient_filter: Any) -> None:
     target, _ = target_errors(gradient_filter, frozen=True)
     state = FilterState()
     before = next_tau(state, gradient_filter)
-    state.report(make_report(2 * target))
+    state.end_step(make_report(2 * target))
     assert_near(next_tau(state, gradient_filter) / before, 0.5, "an octave down")
     before = next_tau(state, gradient_filter)
-    state.report(make_report(2 * target))
+    state.end_step(make_report(2 * target))
     assert_near(next_tau(state, gradient_filter) / before, 0.5**0.5, "half an octave down")
-    state.report(make_report(target / 2))
+    state.end_step(make_report(target / 2))
     back = next_tau(state, gradient_filter)
     assert_near(back, before, "and up again")
-    state.report(make_report(float("nan")))
-    state.report(make_report(target)._replace(error=None))
+    state.end_step(make_report(float("nan")))
+    state.end_step(make_report(target)._replace(error=None))
     assert next_tau(state, gradient_filter) == back
     for _ in range(40):
-        state.report(make_report(0.0))
+        state.end_step(make_report(0.0))
     assert_near(next_tau(state, gradient_filter), state_module.LARGEST_TAU, "the largest")
     for _ in range(40):
-        state.report(make_report(1e9))
+        state.end_step(make_report(1e9))
     assert_near(next_tau(state, gradient_filter), state_module.SMALLEST_TAU, "the smallest")
 
 
@@ -139,12 +139,12 @@ def test_the_worse_of_both_errors_counts(worse: str, gradient_filter: Any) -> No
     state = FilterState()
     before = next_tau(state, gradient_filter)
     errors = [factor * target for factor, target in zip(factors, targets, strict=True)]
-    state.report(make_report(errors[0], weight_error=errors[1]))
+    state.end_step(make_report(errors[0], weight_error=errors[1]))
     assert_near(next_tau(state, gradient_filter) / before, 1 / 3, "a third")
     found = state.stats()
     assert_near(found["error"], errors[0], "error")
     assert_near(found["weight_error"], errors[1], "weight_error")
-    state.report(make_report(1.0, weight_error=1.0)._replace(error=None))  # everything below the head is frozen
+    state.end_step(make_report(1.0, weight_error=1.0)._replace(error=None))  # everything below the head is frozen
     assert state.stats()["weight_error"] == 1.0
 
 
@@ -154,7 +154,7 @@ def test_the_threshold_of_a_captured_graph_is_at_most_the_initial_one(monkeypatc
         state = FilterState()
         for _ in range(5):
             next_tau(state, gradient_filter)
-            state.report(make_report(1e-6))
+            state.end_step(make_report(1e-6))
         found = next_tau(state, gradient_filter)
         assert found > 2 * state_module.AUTO_TAU
         with monkeypatch.context() as patch:
@@ -167,9 +167,9 @@ def test_the_threshold_of_a_captured_graph_is_at_most_the_initial_one(monkeypatc
 def test_measurement_schedule() -> None:
     state, measured = FilterState(), []
     for number in range(70):
-        if state.measure():
+        if state.should_measure():
             measured.append(number)
-        state.report(make_report(0.01))
+        state.end_step(make_report(0.01))
     assert measured == [0, 1, 2, 3, 32, 64]
 
 
@@ -208,20 +208,20 @@ def test_after_a_pause_it_measures_as_at_the_start(gradient_filter: Any) -> None
     state = FilterState()
     for _ in range(10):
         next_tau(state, gradient_filter)
-        state.report(make_report(target))
-    assert not state.measure()
+        state.end_step(make_report(target))
+    assert not state.should_measure()
     state._pending = state_module._PendingCount(torch.tensor(90), Mock(), 100, 0)
     for _ in range(state_module.PAUSE_STEPS):
         assert state.threshold(gradient_filter, torch.zeros(1, dtype=torch.bfloat16)) is None
     before, measured = next_tau(state, gradient_filter), 0
-    state.report(make_report(target / 3))
+    state.end_step(make_report(target / 3))
     assert_near(next_tau(state, gradient_filter) / before, 3.0, "all the way")
     before = next_tau(state, gradient_filter)
     for _ in range(9):
-        measured += state.measure()
-        state.report(make_report(target))
+        measured += state.should_measure()
+        state.end_step(make_report(target))
     assert measured == state_module.MEASURE_FIRST - 1
-    state.report(make_report(target / 4))
+    state.end_step(make_report(target / 4))
     assert_near(next_tau(state, gradient_filter) / before, 2.0, "half the way")
 
 

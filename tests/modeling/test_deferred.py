@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import logit_statistics
-from hf_cce.deferred.head_input import head_input
+from hf_cce.deferred.head_input import wrap_head_input
 from hf_cce.deferred.lazy_tensor import LazyGrad
 from hf_cce.deferred.logits import LazyLogits, lazy_logits
 from hf_cce.deferred.recipe import Recipe
@@ -652,7 +652,7 @@ def test_metadata_without_materializing() -> None:
         assert actual == expected, position
         assert call.stats.materialized == 0
     text, _, call = run_on_logits(repr, torch.float32, True)
-    assert text == "LazyLogits(shape=(4, 9, 99), dtype=torch.float32, device='cpu', not made)"
+    assert text == "LazyLogits(shape=(4, 9, 99), dtype=torch.float32, device='cpu', deferred)"
     assert call.stats.materialized == 0
 
 
@@ -775,8 +775,8 @@ def test_autocast_state_of_head_call_counts() -> None:
     head = nn.Linear(D, V)
     head.weight, head.bias = nn.Parameter(weight), nn.Parameter(bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside, expected = head(head_input(hidden_states, TrainingCall())), head(hidden_states)
-    outside, expected_outside = head(head_input(hidden_states, TrainingCall())), head(hidden_states)
+        inside, expected = head(wrap_head_input(hidden_states, TrainingCall())), head(hidden_states)
+    outside, expected_outside = head(wrap_head_input(hidden_states, TrainingCall())), head(hidden_states)
     assert inside.dtype is torch.bfloat16 and torch.equal(inside.materialize(), expected)
     exact = flat_loss(F.linear(hidden_states.double(), head.weight.double(), head.bias.double()))
     assert_accurate(
@@ -821,7 +821,7 @@ def test_entropy_of_distributions_in_other_dtypes(dtypes: tuple[Any, Any]) -> No
 
 def test_head_input_acts_as_hidden_states_elsewhere() -> None:
     hidden_states, weight, _ = make_inputs()
-    given = head_input(hidden_states, TrainingCall())
+    given = wrap_head_input(hidden_states, TrainingCall())
     assert given.shape == hidden_states.shape and given.dtype is hidden_states.dtype
     uses: list[Callable[[Any], Any]] = [
         lambda x: F.dropout(x, 0.0),

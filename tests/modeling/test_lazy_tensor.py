@@ -554,7 +554,7 @@ def test_logits_computed_before_a_step_can_be_read_after_it() -> None:
 
 def test_weights_are_compared_only_after_a_step(spy: Any) -> None:
     """The comparison synchronizes with the GPU."""
-    calls = spy(recipe, "some_entries")
+    calls = spy(recipe, "sample_of")
     ours, other = apply_cce(tiny_llama()), torch.nn.Linear(2, 2)
     outputs = ours(**batch())
     (outputs.loss + outputs.logits.logsumexp(-1).mean()).backward()

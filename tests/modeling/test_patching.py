@@ -575,7 +575,7 @@ def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # With few tokens, full logits are faster
 def test_few_tokens_call_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
+    monkeypatch.setattr(head_input, "has_few_tokens", lambda *_: True)
     plain, patched = twins()
     with cce_warnings() as messages:
         expected, found = (loss_and_grads(model, batch()) for model in (plain, patched))

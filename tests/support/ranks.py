@@ -89,10 +89,10 @@ def fsdp2_head_alone(model: Any, patch: Patch, **options: Any) -> Any:
 
 def fsdp2_few_tokens(model: Any, patch: Patch) -> Any:
     """Take full logits for few tokens on one rank only, as on GPUs: only the other would gather the freed weight again."""
-    model, real = fsdp2_head_alone(model, patch), head_input.prefers_full_logits
+    model, real = fsdp2_head_alone(model, patch), head_input.has_few_tokens
     if hasattr(model, "cce_stats"):
         apply_cce(model, memory_budget="123MiB")
-        head_input.prefers_full_logits = lambda hidden_states, weight, config: (
+        head_input.has_few_tokens = lambda hidden_states, weight, config: (
             dist.get_rank() == 0 if config.memory_budget == 123 << 20 else real(hidden_states, weight, config)
         )
     return model

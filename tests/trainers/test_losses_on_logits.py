@@ -181,7 +181,7 @@ def test_loss_by_group(form: str) -> None:
 
 def test_statistics_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that would get the model's own loss on a GPU are part of the means, too."""
-    monkeypatch.setattr(head_input, "prefers_full_logits", lambda *_: True)
+    monkeypatch.setattr(head_input, "has_few_tokens", lambda *_: True)
     plain, patched = apply_cce(tiny_llama()), apply_cce(tiny_llama(), token_stats=True)
     for model in (plain, patched):
         model(**batch())

@@ -298,7 +298,7 @@ def test_tensors_read_by_a_cuda_graph_are_kept(monkeypatch: pytest.MonkeyPatch) 
         step()
     order, tau = state._vocabulary, state._tau
     monkeypatch.setattr(state_module, "_capturing", lambda: True)
-    assert state.vocabulary(weight) is None and not state.measure()
+    assert state.vocabulary(weight) is None and not state.should_measure()
     step()
     assert state._vocabulary is order and any(x is tau for x in state._pinned)
 
