@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
     lse: Tensor  # [N]
     entropy: Tensor | None = None  # [N]
-    factor: Any = None  # scalar; None for statistics
+    factor: Any = None  # scalar, of the summed loss; None for statistics
     tokens: Tensor | None = None  # [N], the token of each entry of ``lse``; None if in token order
 
     def in_token_order(self) -> Tensor:
@@ -193,7 +193,7 @@ class FullLogits(Strategy):
 
     def statistics(self, x: Inputs, wanted: WantedStats, with_lse: bool) -> tuple[Tensor, LogitStats]:
         """Return −log p(label) [N] and ``LogitStats``, empty if nothing else is wanted; zero where ignored."""
-        z, index, others = self.logits(x), self.spec.ignore_index, with_lse or any(wanted[:2])
+        z, index, others = self.logits(x), self.spec.ignore_index, with_lse or wanted.mean or wanted.entropy
         dtype = accumulation_dtype(z.dtype)
         z = z.to(dtype) if others else z  # the gradients of several statistics are summed before they are rounded
         log_p = z.log_softmax(1, dtype=dtype)
@@ -481,7 +481,7 @@ class FilteredStatistics(Filtered):
         return self.unfiltered.without_kernels()
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
-        if upstream[3] is not None:
+        if upstream[3] is not None:  # the entropy's
             self.cache = None
         return super().backward(x, saved, upstream, needs)
 

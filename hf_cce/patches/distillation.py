@@ -90,6 +90,7 @@ def install() -> None:
     for module, name in TRAINERS_ON_LOGITS.items():
         trainer: Any = getattr(sys.modules.get(module), name, None)
         original = getattr(trainer, ON_LOGITS, None)
+        # GKD's has no ``logits_are_probs``.
         if {*signature(original).parameters, "logits_are_probs"} == {*ARGUMENTS_ON_LOGITS}:
             replace(trainer, ON_LOGITS, _on_logits)
 
