@@ -21,7 +21,7 @@ if machine.TORCH_ERROR is None:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 # Same as in pyproject.toml; a test compares them.
 REQUIRED = {"torch": "2.8", "transformers": "5.0", "accelerate": "1.1", "numpy": "1.24", "tokenizers": "0.21"}
-OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.10", "TRL's trainers")}
+OPTIONAL = {"peft": ("0.18", "adapters"), "trl": ("1.16", "TRL's trainers")}
 TRITON = "3.4"
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu126"
 
