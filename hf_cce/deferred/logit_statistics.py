@@ -28,10 +28,12 @@ _recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_st
 
 
 class Pass(NamedTuple):
-    identity: tuple[Any, ...]
+    """A pass over the head. It is kept until the backward pass, for other statistics of the same logits and their gradients."""
+
+    identity: tuple[Any, ...]  # of the logits
     found: LogProbs
     labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
-    has_labels: bool
+    has_labels: bool  # False: nobody has asked for log-probabilities, so the labels are zeros
     mark: object  # of this pass alone; the id of ``found`` may be that of a later pass
     split: Any = None  # the split of the logits whose parts share this pass; each part writes its own labels
     parts: set[int] | None = None  # indices of the parts that have written their labels
@@ -69,6 +71,10 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     If ``r`` is a part of logits whose other tokens are likely to be asked for, too, this pass computes all of them. A training
     loop that asks for log-probabilities and then for the entropy gets both in one pass from its second step on.
     """
+    if wanted.get("mean_logit") and r.leaves and not is_dtensor(r.weight) and r.meaning.form[1] is None:  # type: ignore[index]
+        mean, wanted["mean_logit"] = _mean_logit(r), False  # needs no pass without a softcap
+        others = compute_log_probs(r, ids, **wanted) if any(wanted.values()) else LogProbs(mean)  # required, not used
+        return others._replace(mean_logit=mean)
     is_part = is_one_of_many(r) and {name for name, value in wanted.items() if value} <= {"logsumexp", "entropy"}
     if ids is not None:
         found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
@@ -143,42 +149,39 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
 
 
 def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
-    """See ``compute_log_probs``. The first pass also computes the gradient of ``gathered`` logits."""
-    arguments, key, cached = r.loss_arguments(), _identity(r), r.call.last_pass
-    owner, eager = r.call.owner, len(r.leaves) > 0
-    simple = arguments["softcap"] is None and not is_dtensor(r.weight) and eager
-    mean = None
-    if wanted.get("mean_logit") and simple:
-        mean, wanted = _mean_logit(r), {**wanted, "mean_logit": False}
-        if not any(wanted.values()):
-            return LogProbs(mean, mean_logit=mean)  # log_probs is required but not used
-    same = cached is not None and _is_same(cached.identity, key)
-    found, of_pass = (cached.found, cached.mark) if same and ids is None else (None, None)
-    if found is not None and any(is_wanted and getattr(found, name) is None for name, is_wanted in wanted.items()):
-        found = None
-    if owner is not None and eager and ids is None and wanted.get("entropy"):
-        owner.expects_entropy = same
-    if found is None:
-        of_parts = same and ids is None and cached.parts is not None
-        if of_parts:  # its labels are not those of ``gathered``
-            ids, gathered, wanted["logsumexp"] = cached.labels, None, True
-        elif gathered is not None:
-            ids = gathered.labels
-        if owner is not None and eager and torch.is_grad_enabled() and not wanted.get("entropy"):
-            wanted["entropy"] = owner.expects_entropy
-            owner.expects_entropy = False  # until it is asked for again
-        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-        labels = labels.to(r.hidden_states.device)
-        found, of_pass = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **arguments, **wanted), object()
-        if torch.is_grad_enabled() and eager:
-            r.call.last_pass = Pass(key, found, labels, ids is not None, of_pass, *(cached[5:] if of_parts else ()))
-        earlier, lse = cached.found.logsumexp if same else None, found.logsumexp
-        if earlier is not None and lse is not None and lse.requires_grad:
-            share_gradient(earlier, lse, of_pass)
-        if gathered is not None:
-            _share_with(found, gathered, of_pass)
-    found = LogProbs(*(x if x is None else graph_boundary(r, x, of_pass) for x in found))  # type: ignore[arg-type]
-    return found if mean is None else found._replace(mean_logit=mean)
+    """See ``compute_log_probs``. A new pass also computes the gradient of ``gathered`` logits."""
+    identity, owner, last = _identity(r), r.call.owner if r.leaves else None, r.call.last_pass
+    if last is not None and not _is_same(last.identity, identity):
+        last = None
+    if owner is not None and ids is None and wanted.get("entropy"):
+        owner.expects_entropy = last is not None
+    lacking = last is None or any(is_wanted and getattr(last.found, name) is None for name, is_wanted in wanted.items())
+    if lacking or ids is not None:
+        if owner is not None and torch.is_grad_enabled() and not wanted.get("entropy"):
+            wanted["entropy"], owner.expects_entropy = owner.expects_entropy, False  # until it is asked for again
+        last = _make_pass(r, identity, ids, wanted, gathered, last)
+    return LogProbs(*(x if x is None else graph_boundary(r, x, last.mark) for x in last.found))  # type: ignore[arg-type]
+
+
+def _make_pass(r: Recipe, identity: Any, ids: Tensor | None, wanted: dict[str, Any], gathered: Any, last: Any) -> Pass:
+    """Make and store a pass, which also computes the gradients of ``gathered`` and of ``last``, a pass of the same logits."""
+    of_parts = last is not None and ids is None and last.parts is not None
+    if of_parts:  # its labels are not those of ``gathered``
+        ids, gathered, wanted["logsumexp"] = last.labels, None, True
+    elif gathered is not None:
+        ids = gathered.labels
+    labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
+    labels = labels.to(r.hidden_states.device)
+    found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.loss_arguments(), **wanted)
+    made = Pass(identity, found, labels, ids is not None, object())
+    if torch.is_grad_enabled() and r.leaves:
+        r.call.last_pass = made._replace(split=last.split, parts=last.parts) if of_parts else made
+    earlier, lse = None if last is None else last.found.logsumexp, found.logsumexp
+    if earlier is not None and lse is not None and lse.requires_grad:
+        share_gradient(earlier, lse, made.mark)
+    if gathered is not None:
+        _share_with(found, gathered, made.mark)
+    return made
 
 
 def _share_with(found: Any, gathered: Gathered, of_pass: object) -> None:
