@@ -17,7 +17,7 @@ from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_token_losses
 from hf_cce.filter_state import FilterState
 from hf_cce.matmul import supports_fp32_out
 from hf_cce.quantized import FrozenWeight
-from hf_cce.spec import Divisor, Inputs, LossSpec, WantedStats, Way
+from hf_cce.spec import DivergencePlan, Divisor, Inputs, LossSpec, WantedStats
 from hf_cce.strategies import (
     SUM,
     Exact,
@@ -335,42 +335,41 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
     return kept, memory_budget - kept, 2 * kept <= memory_budget
 
 
-def dispatch_divergence(
-    p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool
-) -> tuple[int, bool, bool, Way]:
-    """Return (bytes of workspace, True for Triton kernels, True if they also compute the logits of whole rows, way).
+def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool) -> DivergencePlan:
+    """Return how to compute a divergence.
 
     ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
     gradient is the same for all tokens.
     """
-    budget, logits, narrow = spec.memory_budget, p.tokens * p.vocab_size, p.dtype not in FULL_PRECISION
-    kept, workspace, fits = _kept_logits(p, budget, spec.auto_budget, any(spec.needs))
-    # Float32 sums beside the buffers of the gradients
-    sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
-    kernels, summed = kernels and runs_kernels(p.device, p.dtype, spec.implementation), summed and any(spec.needs)
-    tiles = kernels and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    kept, workspace, fits = _kept_logits(p, spec.memory_budget, spec.auto_budget, any(spec.needs))
+    triton = kernels and runs_kernels(p.device, p.dtype, spec.implementation)
+    tiles = triton and not top_k and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
     # PyTorch's products would be rounded to bfloat16.
-    multiplies = tiles and p.dtype == torch.bfloat16 and not top_k and p.tokens >= TILE_TOKENS
-    if kernels and not spec.auto_budget and kept + ONE_BLOCK_BYTES <= budget:  # room for blocks of the teacher's logits
-        return workspace, True, multiplies, "keep"
-    if tiles and not top_k:
-        # Blocks compute the logits twice, unless all upstream gradients are equal.
-        if spec.auto_budget and any(spec.needs) and kept <= (SMALL_LOGITS if summed else LARGE_LOGITS):
-            return max(workspace, 1 << 30), True, multiplies, "keep"
-        if spec.auto_budget:  # for the logits of student and teacher
-            budget = sums + ONE_PASS_TOKENS * 2 * p.dtype.itemsize * p.vocab_size
-        return budget, True, multiplies, "one_pass" if summed else "blocks"
+    multiplies = tiles and p.dtype == torch.bfloat16 and p.tokens >= TILE_TOKENS
+    narrow = p.dtype not in FULL_PRECISION
     # Elsewhere, PyTorch cannot write float32 products of 16-bit operands: sums would take products in float32, and gradients of
     # hidden states would be rounded before and after the upstream gradient is known.
-    summed = summed and (not narrow or (p.device.type == "cuda" and torch.version.hip is None))
-    if not fits:
-        return budget, kernels, False, "one_pass" if summed else "blocks"
-    if spec.auto_budget and summed and narrow and not top_k and kept > LARGE_LOGITS:
-        return LARGE_LOGITS + sums, kernels, False, "one_pass"
-    if spec.auto_budget:  # half of it is for chunks; for few tokens, as much as full logits take
-        most = 2 * min(8 * logits, 1 << 30) if top_k else min(BYTES_PER_LOGIT * logits, 1 << 30)
-        workspace = max(2 * workspace, most)
-    return workspace, kernels, False, "keep"
+    can_sum = tiles or not narrow or (p.device.type == "cuda" and torch.version.hip is None)
+    one_pass = summed and any(spec.needs) and can_sum
+    keep = DivergencePlan(workspace, triton, multiplies, "keep")
+    in_blocks = DivergencePlan(spec.memory_budget, triton, multiplies, "one_pass" if one_pass else "blocks")
+    if not spec.auto_budget:
+        if triton and kept + ONE_BLOCK_BYTES <= spec.memory_budget:  # room for blocks of the teacher's logits
+            return keep
+        return keep if fits and not tiles else in_blocks
+    # Bytes of float32 sums beside the buffers of the gradients
+    sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
+    if tiles:  # blocks compute the logits twice, unless all upstream gradients are equal
+        if any(spec.needs) and kept <= (SMALL_LOGITS if one_pass else LARGE_LOGITS):
+            return keep._replace(memory_budget=max(workspace, 1 << 30))
+        of_both = 2 * p.dtype.itemsize * p.vocab_size  # the logits of a token, of student and teacher
+        return in_blocks._replace(memory_budget=sums + ONE_PASS_TOKENS * of_both)
+    if one_pass and narrow and not top_k and kept > LARGE_LOGITS:
+        return in_blocks._replace(memory_budget=sums + LARGE_LOGITS)
+    # Half of it is for chunks; for few tokens, as much as full logits take
+    logits = p.tokens * p.vocab_size
+    most = 2 * min(8 * logits, 1 << 30) if top_k else min(BYTES_PER_LOGIT * logits, 1 << 30)
+    return keep._replace(memory_budget=max(2 * workspace, most))
 
 
 def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:

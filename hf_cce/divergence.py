@@ -6,7 +6,6 @@ x = logit_scale · (hidden_states · weightᵀ + bias) and T the temperature.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -149,13 +148,13 @@ class Divergence(torch.autograd.Function):
         student, ctx.kept = student._replace(hidden=hidden, weight=weight, bias=bias), None
         if n == 0 or (tokens.indices is not None and len(tokens.indices) == 0):
             # A kernel cannot be launched for zero tokens.
-            spec = replace(spec, triton=False, multiplies=False, way="keep")
+            spec = spec._replace(plan=spec.plan._replace(triton=False, multiplies=False, way="keep"))
         of_rows = _of_rows(student, teacher, tokens, spec)
         with compute_context(hidden):
-            if spec.way == "one_pass":
+            if spec.plan.way == "one_pass":
                 divergence, entropy, ctx.kept = of_rows.one_pass(ctx.needs_input_grad[:3])
             else:
-                divergence, entropy, ctx.kept = of_rows.divergences(factor if spec.way == "keep" else None)
+                divergence, entropy, ctx.kept = of_rows.divergences(factor if spec.plan.way == "keep" else None)
         ctx.stats = of_rows.stats
         # save_for_backward refuses tensors made in inference mode; ctx may hold the teacher's, since they get no gradients.
         given = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in teacher]
@@ -186,7 +185,7 @@ class Divergence(torch.autograd.Function):
         kept: Any = ctx.kept
         ctx.kept = None  # a second backward pass computes it again
         with compute_context(student.hidden):
-            if spec.way == "keep":
+            if spec.plan.way == "keep":
                 kept = kept or of_rows.divergences(factor)[2]
                 grads = of_rows.gradients(kept, of_tokens, needs)
             elif kept is not None and summed:
@@ -220,7 +219,7 @@ def _of_rows(
         if student.hidden.dtype == torch.float64 and x.weight is not None:
             bias = None if x.bias is None else x.bias.double()
             x = x._replace(hidden=x.hidden.double(), weight=x.weight.double(), bias=bias)
-        heads.append(divergence_kernels().with_contiguous_rows(x) if spec.triton else x)
+        heads.append(divergence_kernels().with_contiguous_rows(x) if spec.plan.triton else x)
     return HeadRows(heads[0], heads[1], tokens, spec, stats)
 
 
@@ -264,7 +263,7 @@ def divergences(
     needs: Any = tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in operands)
     problem = Problem(n, head.hidden.shape[1], len(head.weight), dtype, device)
     loss_spec = LossSpec.of(config, n, needs)
-    spec = DivergenceSpec(beta, entropy, *dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
+    spec = DivergenceSpec(beta, entropy, dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
     found, entropies = Divergence.apply(
         *operands, head, given, Tokens.of(flat, device), spec, factor if any(needs) else None
     )

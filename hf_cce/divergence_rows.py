@@ -82,7 +82,7 @@ class DivergenceRows:
     ) -> None:
         """Set the divergences of some rows [n] and, if wanted, the student's entropies [n].
 
-        ``z`` has the student's products h Wᵀ + b [n, V], which this computes, too, if ``DivergenceSpec.multiplies``. With a
+        ``z`` has the student's products h Wᵀ + b [n, V], which this computes, too, if ``DivergencePlan.multiplies``. With a
         ``scale``, which may differ by row ([n, 1]), it overwrites them with the divergences' gradient times the scale.
         """
         raise NotImplementedError
@@ -100,20 +100,20 @@ class DivergenceRows:
 
         ``factor`` is the scalar by which the caller multiplies the divergences.
         """
-        student, spec, hidden, v = self.student, self.spec, self.student.hidden, len(self.student.weight)
+        student, plan, hidden, v = self.student, self.spec.plan, self.student.hidden, len(self.student.weight)
         n, kept, scale = len(hidden), None, None
         divergence = torch.empty(n, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        entropy = divergence.new_empty(n if spec.entropy else 0)
+        entropy = divergence.new_empty(n if self.spec.entropy else 0)
         if factor is not None:
             scale = gradient_scale(hidden, self._largest_slope(), factor)
-            kept = KeptGradient(logits_of(student, compute=not spec.multiplies), scale)
+            kept = KeptGradient(logits_of(student, compute=not plan.multiplies), scale)
         # For blocks of products of the teacher, and of the student if they are not kept. PyTorch needs half for chunks.
-        room = spec.memory_budget // (1 if spec.triton else 2) // (1 if kept else 2)
+        room = plan.memory_budget // (1 if plan.triton else 2) // (1 if kept else 2)
         block = tokens_per_block(n, v, hidden.dtype, not hidden.is_cuda, room)
         for start in range(0, n, block):
             rows = slice(start, min(n, start + block))
-            z = logits_of(student, rows, not spec.multiplies) if kept is None else kept.logits[rows]
-            self.compute(z, rows, scale, divergence[rows], entropy[rows] if spec.entropy else None)
+            z = logits_of(student, rows, not plan.multiplies) if kept is None else kept.logits[rows]
+            self.compute(z, rows, scale, divergence[rows], entropy[rows] if self.spec.entropy else None)
             del z  # free it before the next one is allocated
         return divergence, entropy, kept
 
@@ -132,9 +132,9 @@ class DivergenceRows:
 
         Each divergence is multiplied by its factor of ``by_row`` [N], at most 1. ``gradients_of_sums`` completes the gradients.
         """
-        spec, (hidden, weight) = self.spec, self.student[:2]
+        plan, (hidden, weight) = self.spec.plan, self.student[:2]
         entropy, stop = hidden.new_empty(0, dtype=accumulation_dtype(hidden.dtype)), 0
-        if spec.entropy and by_row is None:
+        if self.spec.entropy and by_row is None:
             entropy = entropy.new_empty(len(hidden))
 
         def to_gradients(
@@ -147,18 +147,18 @@ class DivergenceRows:
             self.compute(z, rows, scale, divergence, entropy[rows] if len(entropy) else None)
             return divergence, divergence
 
-        on_cpu, budget, overflow = hidden.device.type == "cpu", spec.memory_budget, 0
+        on_cpu, budget, overflow = hidden.device.type == "cpu", plan.memory_budget, 0
         row_bytes = 2 * hidden.element_size() * len(weight)  # the logits of student and teacher
         if hidden.element_size() < 4:  # float32 sums of dh, and of dW as far as they do not fit its buffer
             budget, overflow = max(budget - 4 * hidden.numel(), budget // 4), needs[1] * weight.nbytes
         sums_all = not (overflow > max(budget - MIN_TOKENS * row_bytes, 0) and self.keep_stats())
         if sums_all:
-            budget = max(budget - overflow, spec.memory_budget // 4)
-        room = budget // (2 if spec.triton else 4)  # in PyTorch, half of the budget is for chunks
+            budget = max(budget - overflow, plan.memory_budget // 4)
+        room = budget // (2 if plan.triton else 4)  # in PyTorch, half of the budget is for chunks
         room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
         block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
         divergence, _, _, sums = token_blocks(
-            *self._block_problem(needs), lambda: entropy.new_ones(()), to_gradients, block, spec.multiplies, sums_all
+            *self._block_problem(needs), lambda: entropy.new_ones(()), to_gradients, block, plan.multiplies, sums_all
         )
         return divergence, entropy, sums
 
@@ -192,7 +192,7 @@ class HeadRows(DivergenceRows):
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
-        if spec.triton:
+        if spec.plan.triton:
             stats = None if self.stats is None else self.stats[:, rows]
             self._run_kernel((student, teacher), z, rows, (divergence, entropy), stats, scale)
             return
@@ -201,7 +201,7 @@ class HeadRows(DivergenceRows):
         # Given logits may be −inf, and a bias.
         infinite = teacher.weight is None or student.bias is not None or teacher.bias is not None
         copies = 5 + infinite + 2 * (spec.beta not in (0.0, 1.0)) + (student.softcap > 0)
-        for chunk in row_chunks(z, copies, spec.memory_budget // 2):
+        for chunk in row_chunks(z, copies, spec.plan.memory_budget // 2):
             x = student.finish(z[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
             derivative = 1.0 if scale is None else student.logit_derivative(x)
@@ -216,7 +216,7 @@ class HeadRows(DivergenceRows):
             del g, minus, derivative
 
     def keep_stats(self) -> bool:
-        if not self.spec.triton:
+        if not self.spec.plan.triton:
             return False
         hidden = self.student.hidden
         # Strides that are multiples of 16: for others Triton compiles another version of the kernel.
@@ -227,7 +227,7 @@ class HeadRows(DivergenceRows):
     @cached_property
     def shifts(self) -> list[Tensor | None]:
         """About the largest logit [N] of student and teacher, each if the kernels compute its logits."""
-        multiplies, teacher = self.spec.multiplies, self.teacher
+        multiplies, teacher = self.spec.plan.multiplies, self.teacher
         both = multiplies, multiplies and teacher.weight is not None and teacher.hidden.element_size() == 2
         shift_of = divergence_kernels().shift_of
         return [shift_of(x) if each else None for x, each in zip((self.student, teacher), both, strict=True)]
@@ -252,10 +252,10 @@ class HeadRows(DivergenceRows):
         copies = teacher.weight is not None or any(x is not None for x in self.tokens)
         column_bytes = len(hidden) * (hidden.element_size() + copies * teacher.hidden.element_size())
         column_bytes += 4 * hidden.shape[1]  # of a product
-        for part in chunks(len(grad_weight) - start, column_bytes, self.spec.memory_budget):
+        for part in chunks(len(grad_weight) - start, column_bytes, self.spec.plan.memory_budget):
             columns = slice(start + part.start, start + part.stop)
             student, teacher = (x.columns(columns.start, columns.stop) for x in (self.student, self.teacher))
-            z = logits_of(student, compute=not self.spec.multiplies)
+            z = logits_of(student, compute=not self.spec.plan.multiplies)
             self._run_kernel((student, teacher), z, rows, None, self.stats, scale)
             torch.mul(multiply(z.t(), hidden), by, out=grad_weight[columns])
             del z  # free it before the next one is allocated

@@ -8,14 +8,13 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_cce.reference import apply_scale_and_softcap_
-from hf_cce.spec import Way
+from hf_cce.spec import DivergencePlan
 
 
 class Head(NamedTuple):
@@ -47,16 +46,12 @@ class Head(NamedTuple):
         return (z / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
 
 
-@dataclass(frozen=True)
-class DivergenceSpec:
+class DivergenceSpec(NamedTuple):
     """The checked options of one divergence, on the host."""
 
     beta: float
     entropy: bool  # also return the student's entropy, for logging
-    memory_budget: int  # bytes, beside kept logits
-    triton: bool
-    multiplies: bool  # the kernels compute whole rows of logits, too: in float16, shifted to be hardly rounded
-    way: Way
+    plan: DivergencePlan
 
 
 Needs = tuple[bool, bool, bool]  # which gradients are needed: of hidden states, weight and bias

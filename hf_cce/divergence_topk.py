@@ -115,7 +115,7 @@ class TopKRows(DivergenceRows):
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
         student, (ids, log_pt, lump), acc_dtype = self.student, self.teacher, divergence.dtype
-        if self.spec.triton:
+        if self.spec.plan.triton:
             from hf_cce.kernels.divergence_topk import row_top_k_divergences  # importing hf_cce must not import Triton
 
             teacher = (self.tokens.gather(ids, rows), self.tokens.gather(log_pt, rows, -math.inf), lump)
@@ -129,7 +129,7 @@ class TopKRows(DivergenceRows):
         # log p, its input if that is not the kept logits themselves (converted, or a copy of padded rows), and with a softcap its
         # derivative
         copied = z.dtype != acc_dtype or z.shape[1] % 8 > 0 or student.logit_scale != 1.0 or student.softcap > 0
-        for chunk in row_chunks(z, 1 + copied + (student.softcap > 0), self.spec.memory_budget // 2):
+        for chunk in row_chunks(z, 1 + copied + (student.softcap > 0), self.spec.plan.memory_budget // 2):
             support = self.support.rows(slice(rows.start + chunk.start, rows.start + chunk.stop))
             x = student.finish(z[chunk], acc_dtype)
             log_p = F.log_softmax(x, 1, dtype=acc_dtype) if lump else x

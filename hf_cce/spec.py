@@ -13,12 +13,6 @@ from torch import Tensor
 
 from hf_cce.config import CCEConfig
 
-# How a divergence and its gradients are computed:
-# - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``;
-# - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
-# - "blocks": the logits are computed twice.
-Way = Literal["keep", "one_pass", "blocks"]
-
 
 class LossSpec(NamedTuple):
     """The checked options of one loss, on the host. ``hf_cce.loss`` makes it once from the user's arguments."""
@@ -136,6 +130,18 @@ class TokenGrads(NamedTuple):
         grad_lse, grad_label, mean, entropy = (None if g is None else g.contiguous() for g in upstream[:4])
         zero = torch.zeros_like(lse) if grad_lse is None or grad_label is None else lse
         return cls(zero if grad_lse is None else grad_lse, zero if grad_label is None else grad_label, mean, entropy)
+
+
+class DivergencePlan(NamedTuple):
+    """How a divergence and its gradients are computed: the choice of ``hf_cce.dispatch``."""
+
+    memory_budget: int  # bytes, beside kept logits
+    triton: bool
+    multiplies: bool  # the kernels compute whole rows of logits, too: in float16, shifted to be hardly rounded
+    # - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``;
+    # - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
+    # - "blocks": the logits are computed twice.
+    way: Literal["keep", "one_pass", "blocks"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

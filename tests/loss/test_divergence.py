@@ -48,7 +48,7 @@ from hf_cce import (
 from hf_cce.config import MIB
 from hf_cce.kernels import divergence as divergence_kernels
 from hf_cce.kernels import rows as kernel_rows
-from hf_cce.spec import LossSpec, Tokens
+from hf_cce.spec import DivergencePlan, LossSpec, Tokens
 
 
 def fused_outcome(x: Inputs, case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -90,12 +90,12 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     """Yield a config for ``implementation``, and make sure that no other one runs in its place."""
     triton, blocks = implementation.startswith("triton"), implementation.endswith("blocks")
 
-    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> tuple[int, bool, bool, str]:
-        way = "keep"
+    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> DivergencePlan:
+        way: Any = "keep"
         if blocks and not (top_k and ("shifted" in implementation or p.dtype == torch.float16)):
             exact = triton or p.dtype in (torch.float32, torch.float64)
             way = "one_pass" if summed and exact and any(spec.needs) else "blocks"
-        return spec.memory_budget, triton and kernels, "shifted" in implementation and not top_k, way
+        return DivergencePlan(spec.memory_budget, triton and kernels, "shifted" in implementation and not top_k, way)
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
     if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
@@ -471,7 +471,7 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     tokens = Tokens.of(mask, mask.device)
     student = divergence_spec.Head(hidden, weight, None, 1.0, 0.0)
     teacher = student if form == "head" else divergence_spec.Head(given, None, None, 1.0, 0.0)
-    spec = divergence_spec.DivergenceSpec(0.0, False, budget, True, True, "one_pass")
+    spec = divergence_spec.DivergenceSpec(0.0, False, DivergencePlan(budget, True, True, "one_pass"))
     rows = divergence_rows.HeadRows(student, teacher, tokens, spec)
     rows.keep_stats()
     assert rows.stats is not None

@@ -19,7 +19,7 @@ from hf_cce.filter_state import FilterState
 from hf_cce.kernels import launch_config
 from hf_cce.kernels.divergence_topk import row_top_k_divergences
 from hf_cce.kernels.launcher import OPTIONS, Kernel
-from hf_cce.spec import Divisor, Inputs, LossSpec, Tokens, WantedStats
+from hf_cce.spec import DivergencePlan, Divisor, Inputs, LossSpec, Tokens, WantedStats
 from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
 
 Step = Callable[[], None]
@@ -107,9 +107,8 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
 
 def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head, beta: float) -> None:
     n, needs = student.hidden.shape[0], (True, True, student.bias is not None)
-    spec = divergence_spec.DivergenceSpec(
-        beta, beta == 1.0, 256 * MIB, True, student.hidden.element_size() == 2, "one_pass"
-    )
+    plan = DivergencePlan(256 * MIB, True, student.hidden.element_size() == 2, "one_pass")
+    spec = divergence_spec.DivergenceSpec(beta, beta == 1.0, plan)
     of_rows = divergence_rows.HeadRows(student, teacher, Tokens(), spec)
     of_rows.divergences(1.0)
     sums = of_rows.one_pass(needs)[2]
