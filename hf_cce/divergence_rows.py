@@ -173,9 +173,9 @@ class DivergenceRows:
     def gradients_of_sums(self, sums: GradSums, by: Tensor, needs: Needs, by_row: Tensor | None = None) -> HeadGrads:
         """Return the gradients of hidden states, weight and bias from the result of ``one_pass``, times the scalar ``by``."""
         grads: Any = sums.finalize(*self._block_problem(needs), by)
-        if self.stats is not None and sums.weight is not None:
+        if self.stats is not None and sums.first_rows is not None:
             scale = sums.scale if by_row is None else by_row[:, None] * sums.scale
-            self.write_weight_gradient(grads[1], len(sums.weight), scale, by.float() / sums.scale)
+            self.write_weight_gradient(grads[1], len(sums.first_rows), scale, by.float() / sums.scale)
         return grads
 
     def gradients_by_blocks(self, grad: Tensor, needs: Needs) -> HeadGrads:

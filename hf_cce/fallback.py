@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -191,33 +192,28 @@ def logit_products(
     In float16, ``by`` may be as small as is needed to keep ``by_row`` in its range. ``g`` may be overwritten.
     """
     need_hidden, need_weight, need_bias = needs
-    total = by_row if by is None else by_row * by
-    if g.dtype == torch.float16 and not supports_fp32_out(g):  # the products would overflow float16
+    fp32_out = supports_fp32_out(g)
+    if g.dtype == torch.float16 and not fp32_out:  # the products would overflow float16
+        factors = by_row if by is None else by_row * by
         for rows in chunks(len(g), 4 * g.shape[1], CHUNK_BYTES_CPU):
-            torch.mul(g[rows].float(), total[rows, None], out=g[rows])
-        total = by_row = torch.ones_like(total)
-        by = None
+            torch.mul(g[rows].float(), factors[rows, None], out=g[rows])
+        by_row, by = torch.ones_like(factors), None
+    factors = by_row if by is None else by_row * by
     grad_hidden = grad_weight = grad_bias = None
-    scale = None  # ``by`` as a number, if it is read without a synchronization; ``by_row`` is then 0 or 1
-    if by is not None and g.dtype == torch.bfloat16 and g.device.type == "cpu" and not supports_fp32_out(g):
-        scale = float(by)
-    if need_weight and scale is not None:
-        grad_weight = _scaled_product(g.t(), hidden * by_row[:, None].to(g.dtype), scale, weight)
-    elif need_weight and g.dtype == torch.float16 and by is not None:
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        h = hidden * by_row[:, None].to(g.dtype)
-        for rows in chunks(len(weight), 4 * weight.shape[1], PRODUCT_BYTES):
-            torch.mul(multiply(g[:, rows].t(), h), by, out=grad_weight[rows])
+    # On a CPU, PyTorch rounds bfloat16 products, but can multiply them by a number first. ``by_row`` is then 0 or 1.
+    cpu_rounds = g.dtype == torch.bfloat16 and g.device.type == "cpu" and not fp32_out
+    if need_weight and by is not None and (cpu_rounds or g.dtype == torch.float16):
+        grad_weight = _scaled_product(g.t(), hidden * by_row[:, None].to(g.dtype), by, weight)
     elif need_weight:
-        grad_weight = torch.mm(g.t(), torch.mul(hidden, total[:, None]).to(g.dtype))
-    if need_hidden and scale is not None:
-        grad_hidden = _scaled_product(g, weight, scale, hidden).mul_(by_row[:, None])
+        grad_weight = torch.mm(g.t(), torch.mul(hidden, factors[:, None]).to(g.dtype))
+    if need_hidden and by is not None and cpu_rounds:
+        grad_hidden = _scaled_product(g, weight, by, hidden).mul_(by_row[:, None])
     elif need_hidden:
-        unscaled = multiply(g, weight, may_round=True)
-        grad_hidden = unscaled if unscaled.dtype == g.dtype else torch.empty_like(unscaled, dtype=g.dtype)
-        torch.mul(unscaled, total[:, None], out=grad_hidden)
+        product = multiply(g, weight, may_round=True)
+        grad_hidden = product if product.dtype == g.dtype else torch.empty_like(product, dtype=g.dtype)
+        torch.mul(product, factors[:, None], out=grad_hidden)
     if need_bias:
-        if g.dtype in FULL_PRECISION or supports_fp32_out(g):
+        if g.dtype in FULL_PRECISION or fp32_out:
             largest = torch.cat((by_row, by_row.new_full((1,), 1e-30))).abs().amax()  # by_row may be empty
             grad_bias = multiply(g.t(), (by_row / largest).to(g.dtype)[:, None])[:, 0] * largest
         else:  # PyTorch would round the product to 16 bits, before it is multiplied by ``by``
@@ -228,9 +224,14 @@ def logit_products(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _scaled_product(a: Tensor, b: Tensor, scale: float, like: Tensor) -> Tensor:
-    """Return scale · a · b in 16 bits, rounded once."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format).addmm_(a, b, beta=0, alpha=scale)
+def _scaled_product(a: Tensor, b: Tensor, by: Tensor, like: Tensor) -> Tensor:
+    """Return a · b times the scalar ``by`` in 16 bits, rounded once."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    if not supports_fp32_out(a):
+        return out.addmm_(a, b, beta=0, alpha=float(by))  # on a CPU: reading ``by`` does not synchronize
+    for rows in chunks(len(out), 4 * out.shape[1], PRODUCT_BYTES):
+        torch.mul(multiply(a[rows], b), by, out=out[rows])
+    return out
 
 
 def gradient_scale(hidden: Tensor, logit_scale: float, factor: Tensor | float) -> Tensor | float:
@@ -265,19 +266,15 @@ def token_losses(
 
 @dataclass
 class GradSums:
-    """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64).
-
-    For a 16-bit weight, the buffer of its gradient holds the float32 sums of as many rows as fit, and ``overflow`` those of
-    the other rows.
-    """
+    """Result of ``token_blocks``: ``scale`` times the gradients of Σ loss, accumulated in float32 (float64)."""
 
     hidden: Tensor | None  # [n, D]
     tokens: Tokens  # of ``reference.select_rows``
     bias: Tensor | None  # [V]
     grad_weight: Tensor | None  # [V, D] in the weight's dtype
     scale: float
-    weight: Tensor | None = None  # [rows, D], rows <= V
-    overflow: Tensor | None = None  # [V − rows, D]
+    first_rows: Tensor | None = None  # [rows, D], of the weight: as many as fit ``grad_weight``, in its memory
+    other_rows: Tensor | None = None  # [V − rows, D], of the weight
 
     def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias, times the scalar ``by``."""
@@ -290,14 +287,13 @@ class GradSums:
 
         grad_hidden, self.hidden = self.tokens.scatter(rounded(self.hidden), len(x.hidden)), None
         grad_bias = rounded(self.bias)
-        if self.weight is None or self.grad_weight is None or self.weight.dtype == dtype:
-            return [grad_hidden, rounded(self.weight), grad_bias]
-        rows = self.weight.shape[0]
+        if self.first_rows is None or self.grad_weight is None or self.first_rows.dtype == dtype:
+            return [grad_hidden, rounded(self.first_rows), grad_bias]
         # In ascending order, a row is read before its memory is overwritten.
-        for part in chunks(rows, 4 * x.weight.shape[1], PRODUCT_BYTES):
-            self.grad_weight[part] = self.weight[part] * multiplier
-        if self.overflow is not None:
-            torch.mul(self.overflow, multiplier, out=self.grad_weight[rows:])
+        for part in chunks(len(self.first_rows), 4 * x.weight.shape[1], PRODUCT_BYTES):
+            self.grad_weight[part] = self.first_rows[part] * multiplier
+        if self.other_rows is not None:
+            torch.mul(self.other_rows, multiplier, out=self.grad_weight[len(self.first_rows) :])
         return [grad_hidden, self.grad_weight, grad_bias]
 
 
@@ -308,18 +304,17 @@ def token_blocks(
     to_gradients: ToGradients | None = None,
     block: int = 0,
     computes_products: bool = False,
-    overflow: bool = True,
+    all_rows: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, GradSums]:
     """Return (loss [n], lse [N], factor, sums) from blocks of tokens with the whole vocabulary; n: see ``select_rows``.
 
     ``block``: tokens per block; 0 for as many as the budget allows. ``computes_products``: ``to_gradients`` does, into
-    uninitialized memory. Without ``overflow``, the sums omit the rows of the weight that do not fit its own buffer.
+    uninitialized memory. Without ``all_rows``, the sums omit the rows of the weight that do not fit its own buffer.
     """
     (hidden, _, _, labels), tokens = reference.select_rows(x, spec, mask=any(spec.needs))
     (n, d), v, (need_hidden, need_weight, need_bias) = hidden.shape, x.weight.shape[0], spec.needs
-    dtype, device, on_cpu = hidden.dtype, hidden.device, not hidden.is_cuda
+    dtype, device, acc_dtype = hidden.dtype, hidden.device, accumulation_dtype(hidden.dtype)
     most = math.inf if supports_fp32_out(hidden) else 1.0
-    acc_dtype = accumulation_dtype(dtype)
     sums = GradSums(
         torch.empty((n, d), dtype=acc_dtype, device=device) if need_hidden else None,
         tokens,
@@ -332,13 +327,13 @@ def token_blocks(
         fit = v if dtype == acc_dtype else v * dtype.itemsize // acc_dtype.itemsize // ALIGNED * ALIGNED
         # Only a part of the buffer: an odd number of 16-bit entries cannot be viewed as float32.
         part = sums.grad_weight.view(-1)[: fit * d * acc_dtype.itemsize // dtype.itemsize]
-        sums.weight = part.view(acc_dtype).view(fit, d)
-        if fit < v and overflow:
-            sums.overflow = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
-            room = max(room - sums.overflow.nbytes, room // 2)
+        sums.first_rows = part.view(acc_dtype).view(fit, d)
+        if fit < v and all_rows:
+            sums.other_rows = torch.empty((v - fit, d), dtype=acc_dtype, device=device)
+            room = max(room - sums.other_rows.nbytes, room // 2)
     spec = spec._replace(memory_budget=room)
     losses, lse = (torch.empty(n, dtype=acc_dtype, device=device) for _ in range(2))
-    block = block or tokens_per_block(n, v, dtype, on_cpu, room)
+    block = block or tokens_per_block(n, v, dtype, not hidden.is_cuda, room)
     slab = empty_logits(hidden, v, min(block, n), triton=to_gradients is not None)
     for start in range(0, max(n, 1), block):
         rows = slice(start, min(n, start + block))
@@ -348,7 +343,7 @@ def token_blocks(
             products(h, x.weight, x.bias, z)
         if start == 0:  # a GPU has its first GEMM
             valid, factor = labels != spec.ignore_index, make_factor()
-            for total in (sums.weight, sums.overflow, sums.bias):
+            for total in (sums.first_rows, sums.other_rows, sums.bias):
                 if total is not None:
                     total.zero_()
         losses[rows], lse[rows] = (to_gradients or logits_to_gradients)(
@@ -356,11 +351,10 @@ def token_blocks(
         )
         if sums.hidden is not None:
             sums.hidden[rows] = multiply(z, x.weight, may_round=True).mul_(valid[rows, None])
-        if sums.weight is not None:
-            fit = sums.weight.shape[0]
-            multiply_add(sums.weight, z[:, :fit].t(), h)
-            if sums.overflow is not None:
-                multiply_add(sums.overflow, z[:, fit:].t(), h)
+        if sums.first_rows is not None:
+            multiply_add(sums.first_rows, z[:, :fit].t(), h)
+        if sums.other_rows is not None:
+            multiply_add(sums.other_rows, z[:, fit:].t(), h)
         if sums.bias is not None:
             mask = valid[rows, None].to(z.dtype)
             rounds = dtype != acc_dtype and not supports_fp32_out(z)
@@ -381,8 +375,14 @@ def tokens_per_block(n: int, v: int, dtype: torch.dtype, on_cpu: bool, memory_bu
     return -(-max(n, 1) // (unit * blocks)) * unit
 
 
-# Products h Wᵀ [n, V] in the inputs' dtype, the largest logit [n] and its log p, and hidden states [n, D] of the tokens
-KeptLogits = tuple[Tensor, Tensor, Tensor, Tensor, Tokens]
+class KeptLogits(NamedTuple):
+    """What ``logit_stats`` keeps for the gradients of the tokens of ``reference.select_rows``."""
+
+    products: Tensor  # h Wᵀ + b [n, V] in the inputs' dtype
+    top_logit: Tensor  # [n], the largest logit
+    top_log_p: Tensor  # [n], its log p
+    hidden: Tensor  # [n, D]
+    tokens: Tokens
 
 
 def logit_stats(
@@ -424,7 +424,8 @@ def logit_stats(
     top1 = label_logit >= top_logit if wanted.top1 else top_logit[:0]
     found = [(top_logit - top_log_p)[:, 0], label_logit[:, 0], mean, entropy, log_sum_sq, top1[:, 0], -log_prob[:, 0]]
     *stats, losses = reference.zero_ignored(found, valid, tokens)
-    return LogitStats(*stats), losses, (slab, top_logit[:, 0], top_log_p[:, 0], hidden, tokens) if keeps else None
+    kept = KeptLogits(slab, top_logit[:, 0], top_log_p[:, 0], hidden, tokens) if keeps else None
+    return LogitStats(*stats), losses, kept
 
 
 def _processed(z: Tensor, spec: LossSpec, copy: bool = True) -> Tensor:
