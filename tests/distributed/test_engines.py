@@ -356,7 +356,7 @@ def test_data_parallel_replica_returns_tensors() -> None:
     output.loss.backward()
     assert model.lm_head.weight.grad is not None
     assert_fused(model, calls=2)
-    assert patch_of(model).forward is None, "the model would keep a replica's head alive"
+    assert patch_of(model).head_forward is None, "the model would keep a replica's head alive"
 
 
 @pytest.mark.parametrize("lora", [False, True])
