@@ -205,53 +205,54 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _close(state, TrainingCall(state.config, state.stats, reasons=[str(why_refuse(model))]), head)
         return
     previous_entry = None if compiling else head.__dict__.get(STATE)
-    replica = getattr(model, "_is_replica", False)  # of DataParallel
-    if previous_entry is None and replica:
+    if previous_entry is None and getattr(model, "_is_replica", False):
         _remove_forward(head)  # left on the original by a compiled call, it uses the original's weights
     outer_entry = None if compiling else _current_entry(head)
-    # The outer model computes the loss
     if outer_entry is not None and outer_entry.call is not None and outer_entry.call.owner is not state:
-        _install_forward(model, state, head, _Entry(outer_entry.call, previous_entry))
-        return
-    if kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
-        counted = training and (labels or kwargs.get("shift_labels") is not None)
-        call = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
-        call.model = None if compiling else weakref.ref(model)
-        if not (compiling or trl.begin_call(call)) and counted:
+        call = outer_entry.call  # the outer model computes the loss
+    elif kwargs.get("fused_lm_head"):  # of TRL; count its loss, or the call as bypassed
+        call, counted = None, training and (labels or kwargs.get("shift_labels") is not None)
+        of_trl = TrainingCall(state.config, state.stats, state.filter_state) if counted else TrainingCall(state.config)
+        of_trl.model = None if compiling else weakref.ref(model)
+        if not (compiling or trl.begin_call(of_trl)) and counted:
             _note_bypass(state)
-        deferring = False
-    elif compiling or replica:  # their outputs contain no logits
-        deferring = training and labels
     else:
-        deferring = training or labels
-    if deferring:
-        wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
-        outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
-        if training:
-            filter_state = None if replica else state.filter_state  # a threshold lives on one device
-            call = TrainingCall(state.config, state.stats, filter_state, state, outer, head, labels)
-        else:
-            call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
-        reason = why_not_defer(head, _foreign_forward(head), compiling)
-        if groups is not None and training and not compiling:
-            if not state.config.token_stats:
-                raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
-            shifted = kwargs.get("shift_labels")
-            call.loss_groups = label_groups(groups, kwargs.get("labels") if shifted is None else shifted)
-        if reason is None:
-            if not compiling:  # in a graph 4-bit heads are refused
-                bnb.install()
-            if not labels:
-                preference.install()
-                distillation.install()
-            _install_forward(model, state, head, _Entry(call, previous_entry))
-            return
+        call = _new_call(model, state, head, kwargs, groups, training)
+    if call is not None or previous_entry is not None:
+        _install_forward(model, state, head, _Entry(call, previous_entry))
+
+
+def _new_call(model: Any, state: Patch, head: Any, kwargs: Any, groups: Any, training: bool) -> TrainingCall | None:
+    """Return the call if the head is to defer its product. Otherwise return None, and count a call that should, but cannot."""
+    compiling, labels = torch.compiler.is_compiling(), kwargs.get("labels") is not None
+    replica = getattr(model, "_is_replica", False)  # of DataParallel
+    if not ((training and labels) if compiling or replica else (training or labels)):  # their outputs contain no logits
+        return None
+    wrapper = None if compiling or state.outermost is None else state.outermost()  # None if it was deleted
+    outer = None if compiling else weakref.ref(model if wrapper is None else wrapper)
+    if training:
+        filter_state = None if replica else state.filter_state  # a threshold lives on one device
+        call = TrainingCall(state.config, state.stats, filter_state, state, outer, head, labels)
+    else:
+        call = TrainingCall(state.config, owner=state, model=outer, head=head, evaluation=True)
+    reason = why_not_defer(head, _foreign_forward(head), compiling)
+    if groups is not None and training and not compiling:
+        if not state.config.token_stats:
+            raise ValueError("loss_groups needs token_stats=True, as in apply_cce(model, token_stats=True)")
+        shifted = kwargs.get("shift_labels")
+        call.loss_groups = label_groups(groups, kwargs.get("labels") if shifted is None else shifted)
+    if reason is not None:
         if training:
             call.reasons.append(reason)
             call.note_full_logits()  # the head is about to compute them
             _close(state, call, head)
-    if previous_entry is not None:
-        _install_forward(model, state, head, _Entry(None, previous_entry))
+        return None
+    if not compiling:  # in a graph 4-bit heads are refused
+        bnb.install()
+    if not labels:
+        preference.install()
+        distillation.install()
+    return call
 
 
 def _install_forward(model: nn.Module, state: Patch, head: nn.Module, entry: _Entry) -> None:
