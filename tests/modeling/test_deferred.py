@@ -379,6 +379,9 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
     "two results of each row": (
         lambda z: rows(lambda row, ids: log_prob(row, ids) - log_prob(row, V - 1 - ids), z), 2,
     ),
+    "label smoothing of each row": (
+        lambda z: rows(lambda row, ids: 9 * log_prob(row, ids)[:, 0] + row.log_softmax(-1).mean(-1), z), 1,
+    ),
     "a temperature of each row": (
         lambda z: [log_prob(row / (1 + i / 10), ids) for i, (row, ids) in enumerate(zip(z, INDEX, strict=True))], 2,
     ),
