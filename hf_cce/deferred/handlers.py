@@ -164,10 +164,6 @@ def _index(x: Any, key: Any) -> Any:
         copies = any(isinstance(each, Tensor) for each in tokens)
         tokens = tuple(each.clone() if isinstance(each, Tensor) else each for each in tokens)  # it may change later
         return _apply_to_token_dims(x, lambda z: z[tokens], copies)
-    if isinstance(part, int) and -x.shape[-1] <= part < x.shape[-1]:  # one id at every position
-        rows = _apply_to_token_dims(x, lambda z: z[tokens])
-        found = _gather(rows, -1, torch.full((*rows.shape[:-1], 1), part % x.shape[-1], device=x.device))
-        return found if found is NotImplemented else found.squeeze(-1)
     if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
         return NotImplemented  # masked ids, shards and a softmax refer to all of V
     return x._derive(

@@ -87,8 +87,8 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
     return Meaning(kind, factor, form, logit_ops)
 
 
-def split_index(key: Any, ndim: int) -> tuple[Any, slice | int | None] | None:
-    """Split the ``key`` of a [..., V] tensor of ``ndim`` dims into a key of a [..., D] tensor and a slice, id or None of V.
+def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
+    """Split the ``key`` of a [..., V] tensor of ``ndim`` dimensions into a key of a [..., D] tensor and a slice of V, or None.
 
     Return None if V is indexed in another way, or for other keys (lists, arrays, booleans, strides, too many indices).
     """
@@ -106,8 +106,6 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | int | None] | None:
         return None
     keys = (*keys[: dots[0]], *[slice(None)] * (ndim - used), *keys[dots[0] + 1 :])
     last = keys[-1]
-    if isinstance(last, int) and not any(isinstance(each, Tensor) for each in keys):
-        return (*keys[:-1], slice(None)), last
     if not isinstance(last, slice) or last.step not in (None, 1):
         return None
     whole = last.start is None and last.stop is None

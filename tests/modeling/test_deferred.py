@@ -227,8 +227,6 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
         (x / 1.3).gather(-1, cut(x, INDEX)[..., None])[:, 1:, 0] - (x[:, 1:] / 1.3).logsumexp(-1)
     ),
     "logits of entries": lambda x: x.gather(-1, several(cut(x, INDEX))).square(),
-    "logits of one id": lambda x: x[:, 1:, 5] - x[:, 1:][..., -3].square(),
-    "log-probabilities of one id": lambda x: x.log_softmax(-1)[..., 5],
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
