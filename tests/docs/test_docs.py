@@ -205,6 +205,7 @@ def test_limits_of_small_batches_and_of_the_filter_are_current() -> None:
         f"at least {dispatch.FILTER_TOKENS:,} tokens", f"≥ {dispatch.FILTER_FROM / 1e11:g} × 10¹¹",
     ):  # fmt: skip
         assert limit in page, limit
+    assert f"at most {dispatch.FULL_LOGITS_MAX // 10**6} million logits" in README.read_text("utf-8")
 
 
 def test_options_table_is_complete() -> None:

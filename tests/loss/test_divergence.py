@@ -98,7 +98,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         return DivergencePlan(spec.memory_budget, triton and kernels, "shifted" in implementation and not top_k, way)
 
     monkeypatch.setattr(divergence, "dispatch_divergence", dispatch_divergence)
-    if blocks:  # as on a GPU, where tokens that are not selected are only moved to the end
+    if blocks:  # as on a GPU, where tokens that are not selected are only masked
         monkeypatch.setattr(reference, "_would_sync", lambda _: True)
         of = Tokens.of
         monkeypatch.setattr(Tokens, "of", lambda mask, device: of(mask, torch.device("cuda")))

@@ -147,16 +147,16 @@ def loss_and_grads(model: Any, inputs: Any, *, double: bool = False, loss_of: Lo
 
 
 def _by_module(results: dict[str, Tensor], head: set[str]) -> dict[str, Tensor]:
-    """Concatenate the gradients of each module into one vector, except those of the head, and all single numbers of the head.
+    """Concatenate the gradients of each module into one vector, except those of the head.
 
     A bias before a softmax has a gradient that is zero up to rounding (the key bias of attention), or nearly so. Its own
     relative error is random and meaningful only together with the weight it belongs to. So is that of a number added to all
-    logits (GLoRA's E).
+    logits: GLoRA's E, which belongs to the number D.
     """
     groups: dict[str, list[Tensor]] = {}
     for name, value in results.items():
-        of_head = "numbers" if value.numel() == 1 else name
-        groups.setdefault(of_head if name in head else name.rpartition(".")[0] or name, []).append(value.flatten())
+        key = name.replace("glora_E", "glora_D") if name in head else name.rpartition(".")[0] or name
+        groups.setdefault(key, []).append(value.flatten())
     return {name: torch.cat(values) for name, values in groups.items()}
 
 
