@@ -137,9 +137,8 @@ class DivergencePlan(NamedTuple):
 
     memory_budget: int  # bytes, beside kept logits
     triton: bool
-    multiplies: (
-        bool  # kernels compute the logits, too, less about the largest of the row, so that float16 hardly rounds them
-    )
+    # The kernels compute the logits, too, less about the largest of the row, so that float16 hardly rounds them.
+    multiplies: bool
     # - "keep": at once, and the student's logits are kept for the backward pass, see ``hf_cce.divergence_rows``;
     # - "one_pass": gradients are computed with the divergence, for equal upstream gradients of all tokens;
     # - "blocks": the logits are computed twice.
