@@ -238,14 +238,18 @@ class HeadRows(DivergenceRows):
     ) -> None:  # fmt: skip
         """Compute ``results`` and overwrite ``z`` for both heads, which may have some of the columns if ``results`` is None."""
         kernels, (student, teacher) = divergence_kernels(), heads
-        shift, teacher_shift = (None if x is None else x[rows] for x in self.shifts)
         if teacher.weight is None:
             zt = self.tokens.gather(teacher.hidden, rows)
         else:
-            zt = logits_of(teacher, rows, teacher_shift is None)
-        logits = (z, None) if shift is None else kernels.shifted_logits(student, rows, z, shift)
-        given = (zt, None) if teacher_shift is None else kernels.shifted_logits(teacher, rows, zt, teacher_shift)
-        kernels.row_divergences(logits, z, given, student, teacher, self.spec.beta, results, stats, scale)
+            zt = logits_of(teacher, rows, self.shifts[1] is None)
+        logits, given = (
+            kernels.Logits(x, head)
+            if shift is None
+            else kernels.shifted_logits(head, rows, x, shift[rows], results is not None)
+            for head, x, shift in zip(heads, (z, zt), self.shifts, strict=True)
+        )
+        scale = scale if scale is None or student.logit_scale == 1.0 else scale * student.logit_scale
+        kernels.row_divergences(logits, z, given, self.spec.beta, results, stats, scale)
 
     def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
         hidden, teacher, rows = self.student.hidden, self.teacher, slice(None)

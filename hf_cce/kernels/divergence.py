@@ -8,23 +8,33 @@ Legend: z logits after scale, softcap and temperature; p = exp(z − lse); m = (
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.inputs import scale_and_softcap
+from hf_cce.kernels.forward import combine
+from hf_cce.kernels.inputs import LogitInputs, TileStats, scale_and_softcap
 from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence
-from hf_cce.kernels.launch_config import ceil_div, make_plan, operand
+from hf_cce.kernels.labels import LabelLogits
+from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
 from hf_cce.matmul import multiply_rounded
 
 SAMPLE = 1024  # vocabulary entries of which the largest logit is the shift of a row
-Logits = tuple[Tensor, Tensor | None]  # h Wᵀ + b − shift [N, V], shift [N]; None: 0
+
+
+class Logits(NamedTuple):
+    """Logits of one model. They may lack a number per row, which does not change the probabilities."""
+
+    values: Tensor  # [N, V]
+    head: Any  # its scale and softcap are still to be applied
+    shift: Tensor | None = None  # [N], to be added first
+    lse: Tensor | None = None  # [N], the logsumexps; None: not computed
 
 
 def kind_of(beta: float) -> int:
@@ -73,8 +83,6 @@ def _store_gradient(
         gradient *= tl.load(factor).to(tl.float32)
     if softcap is not None:
         gradient *= softcap_slope(load_logits(start, None, cols, vocab_size, logit_scale, softcap, shift), softcap)
-    if logit_scale is not None:
-        gradient *= logit_scale
     tl.store(out + cols, gradient.to(out.dtype.element_ty), mask=cols < vocab_size)
 
 
@@ -83,12 +91,14 @@ def _store_gradient(
 def _row_divergence_kernel(
     logits,  # [N, V] of the student, before scale and softcap
     shift,  # [N], to be added to the logits, or None
+    lse,  # [N], the logits' logsumexps, or None: computed from ``logits``
     gradient,  # the same memory in the dtype of the gradient, which overwrites the logits if GRADIENT
     teacher_logits,  # [N, V], before scale and softcap
     teacher_shift,  # [N] or None
+    teacher_lse,  # [N] or None
     divergence,  # [N], written
     entropy,  # [N], written: the student's; None if not requested
-    row_stats,  # [3, N] of the whole vocabulary: logsumexps, and the offset of ``slope``; read if KNOWN, else written or None
+    row_stats,  # [3, N] of the whole vocabulary: logsumexps, and the offset of ``slope``, read if KNOWN; else written or None
     row_stats_stride,
     factor,  # [N] or scalar that the gradient is multiplied by; None: 1
     factor_stride,  # 0 for a scalar
@@ -116,15 +126,19 @@ def _row_divergence_kernel(
         factor += row * factor_stride
     if row_stats is not None:
         row_stats += row
-    if KNOWN:
-        top, log_total, t_log_total = tl.load(row_stats), 0.0, 0.0
-        t_top = tl.load(row_stats + row_stats_stride)
-        student_kl = tl.load(row_stats + 2 * row_stats_stride)
+    if lse is not None:
+        top, log_total = tl.load(lse + row), 0.0
     else:
         top, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK, by)
+    if teacher_lse is not None:
+        t_top, t_log_total = tl.load(teacher_lse + row), 0.0
+    else:
         t_top, t_log_total = largest_and_log_total(
             t_start, None, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK, t_by
         )
+    if KNOWN:
+        student_kl = tl.load(row_stats + 2 * row_stats_stride)
+    else:
         student = tl.zeros((BLOCK,), tl.float32)  # of KL(p_s ‖ p_t) or KL(p_s ‖ m)
         teacher = tl.zeros((BLOCK,), tl.float32)  # of KL(p_t ‖ p_s) or KL(p_t ‖ m)
         expectation = tl.zeros((BLOCK,), tl.float32)
@@ -211,26 +225,42 @@ def shift_of(head: Any) -> Tensor:
     return first.amax(1).float().nan_to_num_(0.0, 0.0, 0.0)
 
 
-def shifted_logits(head: Any, rows: slice, out: Tensor, shift: Tensor) -> Logits:
-    """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``; return it and the shift [N].
+def shifted_logits(head: Any, rows: slice, out: Tensor, shift: Tensor, lse: bool = True) -> Logits:
+    """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``.
 
     A shift close to the largest logit of the row makes the errors of the most probable entries as small as those of float32.
+    The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too.
     """
     hidden, weight, bias = head.hidden[rows], head.weight, head.bias
     plan, (n, d), z = make_plan(hidden, weight), hidden.shape, out.view(torch.float16)
+    if uses_hopper(plan, bias, head.softcap):
+        return _hopper_logits(head._replace(hidden=hidden), z, shift, plan, lse)
     _shifted_logits_kernel[(ceil_div(n, plan.block_m) * ceil_div(len(weight), plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, shift, z, z.stride(0), n, len(weight), d,
         hidden.stride(0), weight.stride(0), **plan.constants(),
     )  # fmt: skip
-    return z, shift
+    return Logits(z, head, shift)
+
+
+def _hopper_logits(head: Any, out: Tensor, shift: Tensor, plan: Plan, lse: bool) -> Logits:
+    from hf_cce.kernels import hopper
+
+    (n, v), scale = out.shape, head.logit_scale
+    shift = shift if scale == 1.0 else shift * scale
+    inputs = LogitInputs(head.hidden, head.weight, None, shift.new_zeros(n, dtype=torch.int64), -1, scale, 0.0)
+    active = shift.new_ones(ceil_div(n, plan.block_m), dtype=torch.int32)
+    tiles = TileStats(shift.new_empty(ceil_div(v, plan.block_n) * padded(n))) if lse else None
+    hopper.launch(inputs, LabelLogits(shift, active), 0, v, out, tiles=tiles, stat_n=plan.block_n, shift=shift)
+    row_lse = None if tiles is None else torch.empty_like(shift)
+    if tiles is not None and row_lse is not None:
+        combine(tiles, inputs, shift, row_lse)
+    return Logits(out, head._replace(logit_scale=1.0), None, row_lse)
 
 
 def row_divergences(
     logits: Logits,  # of the student
     gradient: Tensor,  # [N, V], the same memory in the dtype of the gradient
     teacher_logits: Logits,
-    student: Any,  # both are a head of ``hf_cce.divergence_spec``
-    teacher: Any,
     beta: float,
     results: tuple[Tensor, Tensor | None] | None,  # written: divergence, entropy; None if ``row_stats`` are known
     row_stats: Tensor | None,  # [3, N], see ``_row_divergence_kernel``
@@ -238,10 +268,13 @@ def row_divergences(
 ) -> None:
     """Compute the divergence of each token, the student's entropy and the gradient of the student's logits."""
     n, v = gradient.shape
+    if results is None and row_stats is not None:
+        logits, teacher_logits = logits._replace(lse=row_stats[0]), teacher_logits._replace(lse=row_stats[1])
     _row_divergence_kernel[(n,)](
-        *logits, gradient, *teacher_logits, *(results or (None, None)), row_stats,
-        0 if row_stats is None else row_stats.stride(0), *factor_and_stride(scale, gradient.device), v, gradient.stride(0),
-        teacher_logits[0].stride(0), *scale_and_softcap(student), *scale_and_softcap(teacher), beta, KIND=kind_of(beta),
+        logits.values, logits.shift, logits.lse, gradient, teacher_logits.values, teacher_logits.shift, teacher_logits.lse,
+        *(results or (None, None)), row_stats, 0 if row_stats is None else row_stats.stride(0),
+        *factor_and_stride(scale, gradient.device), v, gradient.stride(0), teacher_logits.values.stride(0),
+        *scale_and_softcap(logits.head), *scale_and_softcap(teacher_logits.head), beta, KIND=kind_of(beta),
         GRADIENT=scale is not None, KNOWN=results is None, **block_and_warps(n),
     )  # fmt: skip
 

@@ -13,6 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_cce import linear_log_probs
+from hf_cce.divergence_spec import Head
+from hf_cce.kernels import divergence
 from hf_cce.kernels import launch_config as plan
 from hf_cce.kernels.backward import write_logit_gradient
 from hf_cce.kernels.exp_cache import Slab
@@ -105,6 +107,32 @@ def test_gradients_equal_those_of_the_general_kernel(n: int, d: int, v: int, dty
         for out in found:
             out[rows, columns] = 0
         assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("n", "d", "v"), SIZES)
+@pytest.mark.parametrize("scale", [1.0, -0.7])
+def test_shifted_logits_equal_those_of_the_general_kernel(
+    n: int, d: int, v: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hidden, weight, _), _ = make_inputs(n, d, v, torch.bfloat16, "cuda", logit_std=4.0)
+    head, found = Head(hidden, weight, None, scale, 0.0), []
+    shift = divergence.shift_of(head)
+    for runs in (True, False):
+        monkeypatch.setattr(plan, "is_hopper_validated", lambda runs=runs: runs)
+        buffer = plan.empty_slab(hidden, n + 1, v).zero_()
+        found.append(divergence.shifted_logits(head, slice(0, n), buffer[:n], shift))
+        assert not buffer[n].any()
+    own, other = found
+    assert (own.lse is None, own.shift is None, own.head.logit_scale) == (False, True, 1.0)
+    assert (other.lse is None, other.shift is shift, other.head) == (True, True, head)
+    if scale == 1.0:
+        assert torch.equal(own.values, other.values)
+    exact = scale * (hidden.double() @ weight.double().t() - shift.double()[:, None])
+    assert_accurate(own.values, scale * other.values, exact, "logits")
+    # That of the rounded logits, so that their probabilities add up to 1
+    z = own.values.double()
+    assert_accurate(own.lse, z.float().logsumexp(1), z.logsumexp(1), "logsumexps")
 
 
 @pytest.mark.usefixtures("hopper")
