@@ -153,7 +153,7 @@ def _store(value, out, row, col, staging, WARP_GROUP: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
+    h_ring, w_ring, ready, free, staging, active, labels, shift, grad_lse, label_logit, tile_lse, tile_ratio, out, out_width,
     tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size, ignore_index, logit_scale,
     STAT_N: gl.constexpr, MASKED: gl.constexpr, WARP_GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -171,8 +171,8 @@ def _consumer(
         # Loaded before the products, which hide the latency.
         if labels is not None:
             label = gl.load(labels + rows, mask=in_rows, other=ignore_index)
-        if lse is not None:
-            row_lse = gl.load(lse + rows, mask=in_rows, other=0.0)
+        if shift is not None:
+            row_shift = gl.load(shift + rows, mask=in_rows, other=0.0)
         if grad_lse is not None:
             g = gl.load(grad_lse + rows, mask=in_rows, other=0.0)
         if label_logit is not None:
@@ -190,11 +190,11 @@ def _consumer(
                 z = gl.where(inside, z, float("-inf"))
         if grad_lse is not None:
             valid = label != ignore_index
-            value = gl.exp(z - gl.where(valid, row_lse, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
+            value = gl.exp(z - gl.where(valid, row_shift, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
             if logit_scale is not None:
                 value *= logit_scale
-        elif lse is not None:
-            value = (z - row_lse[:, None]).to(out.dtype)
+        elif shift is not None:
+            value = (z - row_shift[:, None]).to(out.dtype)
             z = value.to(gl.float32)  # so that the probabilities of rounded logits add up to 1
         if tile_lse is not None:
             e, top = _tile_statistics(
@@ -221,10 +221,10 @@ def _hopper_tiles_kernel(
     weight,  # [V, D] descriptor of blocks [BLOCK_N, BLOCK_K]
     active,  # [row blocks] int32: 0 if all tokens of the block are ignored, else 1
     labels,  # [N], if grad_lse or label_logit is given
-    lse,  # [N] if grad_lse is given; or without it a shift: the logits are written to out, less this number; or None
+    shift,  # [N], subtracted from the logits: logsumexps if grad_lse is given, else as in ``launch``; or None
     grad_lse,  # [N], or None
     label_logit,  # [N] if exponentials are written to out, else None
-    tile_lse,  # written, or None: see _tile_stats_kernel; with a shift, of the numbers that are written to out
+    tile_lse,  # written, or None: see _tile_stats_kernel; with a shift, of the numbers written to out
     tile_ratio,  # likewise, or None
     out,  # [N, out_width] descriptor of blocks [ROWS, STORE_N], written: see ``launch``; or None
     out_width,
@@ -254,12 +254,12 @@ def _hopper_tiles_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, staging, active, labels, shift, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, STAT_N, MASKED, 0,
             )),
             (_consumer, (
-                h_ring, w_ring, ready, free, staging, active, labels, lse, grad_lse, label_logit, tile_lse, tile_ratio, out,
+                h_ring, w_ring, ready, free, staging, active, labels, shift, grad_lse, label_logit, tile_lse, tile_ratio, out,
                 out_width, tile_stride, num_tokens, vocab_size, first_col, num_row_blocks, num_col_blocks, hidden_size,
                 ignore_index, logit_scale, STAT_N, MASKED, 1,
             )),
@@ -286,7 +286,7 @@ def launch(
     start: int,  # first column of the vocabulary
     stop: int,
     out: Tensor
-    | None,  # [N, ·], written: the logits' gradient, if ``grads`` is given; logits less ``shift``; or exponentials
+    | None,  # [N, ·], written: the logits' gradient or, without ``grads``, exponentials, or logits less ``shift``
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,  # written
     stat_n: int = BLOCK_N.value,  # columns of one of ``tiles``: 128 or 256
@@ -294,19 +294,20 @@ def launch(
 ) -> None:
     """Compute ``forward.tile_stats``, or with ``grads`` ``backward.write_logit_gradient`` without the label term.
 
-    With ``shift``, compute ``divergence.shifted_logits``, and ``tiles`` of what is written.
+    With ``shift``, compute ``divergence.shifted_logits`` and, if ``tiles`` is given, statistics of the result.
     """
     (n, d, v, _), block_m, block_n, block_k = inputs.shape, BLOCK_M.value, BLOCK_N.value, BLOCK_K.value
     assert label.active is not None and label.active.numel() >= ceil_div(n, block_m)
     label_logit = None if out is None or grads is not None or shift is not None else label.logit
-    lse, grad_lse = (shift, None) if grads is None else (grads.lse, grads.grad_lse)
+    labels = None if label_logit is None and grads is None else inputs.labels
+    shift, grad_lse = (shift, None) if grads is None else (grads.lse, grads.grad_lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
     masked = tiles is not None and (start % block_n > 0 or v % block_n > 0)
     # Unused strides are 16 because Triton compiles another version of the kernel for numbers that 16 does not divide.
     out_width, tile_stride = 16 if out is None else padded(out.shape[1]), 16 if tiles is None else padded(n)
     _hopper_tiles_kernel[(min(num_sms(inputs.hidden), ceil_div(n, block_m) * ceil_div(stop - start, block_n)),)](
         _descriptor(inputs.hidden, block_m, block_k), _descriptor(inputs.weight, block_n, block_k), label.active,
-        None if out is None or shift is not None else inputs.labels, lse, grad_lse, label_logit, tile_lse, ratio,
+        labels, shift, grad_lse, label_logit, tile_lse, ratio,
         None if out is None else _descriptor(out, ROWS.value, STORE_N.value), out_width, tile_stride, n, v, start, stop - start,
         d, inputs.ignore_index, scale_and_softcap(inputs)[0], STAT_N=stat_n, MASKED=masked, num_warps=4,
     )  # fmt: skip
