@@ -285,8 +285,7 @@ def launch(
     label: LabelLogits,
     start: int,  # first column of the vocabulary
     stop: int,
-    out: Tensor
-    | None,  # [N, ·], written: the logits' gradient or, without ``grads``, exponentials, or logits less ``shift``
+    out: Tensor | None,  # [N, ·], written: the logits' gradient, logits less ``shift``, or exponentials
     grads: GradInputs | None = None,
     tiles: TileStats | None = None,  # written
     stat_n: int = BLOCK_N.value,  # columns of one of ``tiles``: 128 or 256
