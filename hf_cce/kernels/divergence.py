@@ -229,7 +229,7 @@ def shifted_logits(head: Any, rows: slice, out: Tensor, shift: Tensor, lse: bool
     """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``.
 
     A shift close to the largest logit of the row makes the errors of the most probable entries as small as those of float32.
-    The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too.
+    The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too; neither result gets the shift back.
     """
     hidden, weight, bias = head.hidden[rows], head.weight, head.bias
     plan, (n, d), z = make_plan(hidden, weight), hidden.shape, out.view(torch.float16)
