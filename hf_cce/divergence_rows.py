@@ -225,12 +225,12 @@ class HeadRows(DivergenceRows):
         return True
 
     @cached_property
-    def shifts(self) -> list[Tensor | None]:
-        """About the largest logit [N] of student and teacher, each if the kernels compute its logits."""
+    def shifts(self) -> list[Any]:
+        """What is subtracted from the logits of student and teacher, each if the kernels compute them, else None."""
         multiplies, teacher = self.spec.plan.multiplies, self.teacher
         both = multiplies, multiplies and teacher.weight is not None and teacher.hidden.element_size() == 2
-        shift_of = divergence_kernels().shift_of
-        return [shift_of(x) if each else None for x, each in zip((self.student, teacher), both, strict=True)]
+        shifts_of = divergence_kernels().shifts_of
+        return [shifts_of(x) if each else None for x, each in zip((self.student, teacher), both, strict=True)]
 
     def _run_kernel(
         self, heads: tuple[Head, Head], z: Tensor, rows: slice, results: tuple[Tensor, Tensor | None] | None,
@@ -244,9 +244,9 @@ class HeadRows(DivergenceRows):
             zt = logits_of(teacher, rows, self.shifts[1] is None)
         logits, given = (
             kernels.Logits(x, head)
-            if shift is None
-            else kernels.shifted_logits(head, rows, x, shift[rows], results is not None)
-            for head, x, shift in zip(heads, (z, zt), self.shifts, strict=True)
+            if shifts is None
+            else kernels.shifted_logits(head, rows, x, shifts, results is not None)
+            for head, x, shifts in zip(heads, (z, zt), self.shifts, strict=True)
         )
         scale = scale if scale is None or student.logit_scale == 1.0 else scale * student.logit_scale
         kernels.row_divergences(logits, z, given, self.spec.beta, results, stats, scale)

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.forward import combine
 from hf_cce.kernels.inputs import LogitInputs, TileStats, scale_and_softcap
 from hf_cce.kernels.inputs import with_contiguous_rows as with_contiguous_rows  # for hf_cce.divergence
 from hf_cce.kernels.labels import LabelLogits
-from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
+from hf_cce.kernels.launch_config import ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
 from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
@@ -34,7 +33,16 @@ class Logits(NamedTuple):
     values: Tensor  # [N, V]
     head: Any  # its scale and softcap are still to be applied
     shift: Tensor | None = None  # [N], to be added first
-    lse: Tensor | None = None  # [N], the logsumexps; None: not computed
+    lse: Tensor | None = (
+        None  # [parts, padded(N)] or [1, N], the logsumexps of parts of the vocabulary; None: not computed
+    )
+
+
+class Shifts(NamedTuple):
+    """What is subtracted from the logits of each row, before they are rounded to float16."""
+
+    values: Tensor  # [N]
+    active: Tensor  # [row blocks], 1: see ``LabelLogits``
 
 
 def kind_of(beta: float) -> int:
@@ -91,11 +99,13 @@ def _store_gradient(
 def _row_divergence_kernel(
     logits,  # [N, V] of the student, before scale and softcap
     shift,  # [N], to be added to the logits, or None
-    lse,  # [N], the logits' logsumexps, or None: computed from ``logits``
+    lse,  # [num_parts, N], logsumexps of parts of the vocabulary, or None: computed from ``logits``
     gradient,  # the same memory in the dtype of the gradient, which overwrites the logits if GRADIENT
     teacher_logits,  # [N, V], before scale and softcap
     teacher_shift,  # [N] or None
-    teacher_lse,  # [N] or None
+    teacher_lse,  # likewise
+    num_parts,
+    lse_stride,
     divergence,  # [N], written
     entropy,  # [N], written: the student's; None if not requested
     row_stats,  # [3, N] of the whole vocabulary: logsumexps, and the offset of ``slope``, read if KNOWN; else written or None
@@ -127,11 +137,13 @@ def _row_divergence_kernel(
     if row_stats is not None:
         row_stats += row
     if lse is not None:
-        top, log_total = tl.load(lse + row), 0.0
+        top, log_total = largest_and_log_total(lse + row, None, num_parts, None, None, BLOCK, None, lse_stride)
     else:
         top, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK, by)
     if teacher_lse is not None:
-        t_top, t_log_total = tl.load(teacher_lse + row), 0.0
+        t_top, t_log_total = largest_and_log_total(
+            teacher_lse + row, None, num_parts, None, None, BLOCK, None, lse_stride
+        )
     else:
         t_top, t_log_total = largest_and_log_total(
             t_start, None, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK, t_by
@@ -218,43 +230,36 @@ def _shifted_logits_kernel(
     tl.store(at, (z - by[:, None]).to(tl.float16), mask=(rows < num_tokens)[:, None] & (cols < vocab_size)[None, :])
 
 
-def shift_of(head: Any) -> Tensor:
-    """Return a number [N] about as large as the largest logit of each row."""
+def shifts_of(head: Any) -> Shifts:
+    """Return numbers about as large as the largest product h Wᵀ + b of each row."""
     first = multiply_rounded(head.hidden, head.weight[:SAMPLE].t())
     first = first if head.bias is None else first + head.bias[:SAMPLE]
-    return first.amax(1).float().nan_to_num_(0.0, 0.0, 0.0)
+    largest = first.amax(1).float().nan_to_num_(0.0, 0.0, 0.0)
+    return Shifts(largest, largest.new_ones(ceil_div(len(largest), 128), dtype=torch.int32))
 
 
-def shifted_logits(head: Any, rows: slice, out: Tensor, shift: Tensor, lse: bool = True) -> Logits:
+def shifted_logits(head: Any, rows: slice, out: Tensor, shifts: Shifts, lse: bool = True) -> Logits:
     """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``.
 
     A shift close to the largest logit of the row makes the errors of the most probable entries as small as those of float32.
     The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too; neither result gets the shift back.
     """
-    hidden, weight, bias = head.hidden[rows], head.weight, head.bias
+    hidden, weight, bias, shift = head.hidden[rows], head.weight, head.bias, shifts.values[rows]
     plan, (n, d), z = make_plan(hidden, weight), hidden.shape, out.view(torch.float16)
     if uses_hopper(plan, bias, head.softcap):
-        return _hopper_logits(head._replace(hidden=hidden), z, shift, plan, lse)
+        from hf_cce.kernels import hopper
+
+        v, scale, active = len(weight), head.logit_scale, shifts.active
+        parts = shift.new_empty((ceil_div(v, hopper.BLOCK_N.value), padded(n))) if lse else None
+        inputs = LogitInputs(hidden, weight, None, active, 0, scale, 0.0)  # the labels are not used
+        tiles, shift = None if parts is None else TileStats(parts), shift if scale == 1.0 else shift * scale
+        hopper.launch(inputs, LabelLogits(shift, active), 0, v, z, tiles=tiles, shift=shift)
+        return Logits(z, head._replace(logit_scale=1.0), None, parts)
     _shifted_logits_kernel[(ceil_div(n, plan.block_m) * ceil_div(len(weight), plan.block_n),)](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, shift, z, z.stride(0), n, len(weight), d,
         hidden.stride(0), weight.stride(0), **plan.constants(),
     )  # fmt: skip
     return Logits(z, head, shift)
-
-
-def _hopper_logits(head: Any, out: Tensor, shift: Tensor, plan: Plan, lse: bool) -> Logits:
-    from hf_cce.kernels import hopper
-
-    (n, v), scale = out.shape, head.logit_scale
-    shift = shift if scale == 1.0 else shift * scale
-    inputs = LogitInputs(head.hidden, head.weight, None, shift.new_zeros(n, dtype=torch.int64), -1, scale, 0.0)
-    active = shift.new_ones(ceil_div(n, plan.block_m), dtype=torch.int32)
-    tiles = TileStats(shift.new_empty(ceil_div(v, plan.block_n) * padded(n))) if lse else None
-    hopper.launch(inputs, LabelLogits(shift, active), 0, v, out, tiles=tiles, stat_n=plan.block_n, shift=shift)
-    row_lse = None if tiles is None else torch.empty_like(shift)
-    if tiles is not None and row_lse is not None:
-        combine(tiles, inputs, shift, row_lse)
-    return Logits(out, head._replace(logit_scale=1.0), None, row_lse)
 
 
 def row_divergences(
@@ -269,10 +274,12 @@ def row_divergences(
     """Compute the divergence of each token, the student's entropy and the gradient of the student's logits."""
     n, v = gradient.shape
     if results is None and row_stats is not None:
-        logits, teacher_logits = logits._replace(lse=row_stats[0]), teacher_logits._replace(lse=row_stats[1])
+        logits, teacher_logits = logits._replace(lse=row_stats[:1]), teacher_logits._replace(lse=row_stats[1:2])
+    parts = teacher_logits.lse if logits.lse is None else logits.lse
+    num_parts, lse_stride = (1, 16) if parts is None else (len(parts), parts.stride(0))
     _row_divergence_kernel[(n,)](
         logits.values, logits.shift, logits.lse, gradient, teacher_logits.values, teacher_logits.shift, teacher_logits.lse,
-        *(results or (None, None)), row_stats, 0 if row_stats is None else row_stats.stride(0),
+        num_parts, lse_stride, *(results or (None, None)), row_stats, 0 if row_stats is None else row_stats.stride(0),
         *factor_and_stride(scale, gradient.device), v, gradient.stride(0), teacher_logits.values.stride(0),
         *scale_and_softcap(logits.head), *scale_and_softcap(teacher_logits.head), beta, KIND=kind_of(beta),
         GRADIENT=scale is not None, KNOWN=results is None, **block_and_warps(n),

@@ -32,10 +32,10 @@ def block_and_warps(rows: int) -> dict[str, int]:
 
 
 @triton.jit
-def load_logits(row, bias, cols, vocab_size, logit_scale, softcap, shift=None):
+def load_logits(row, bias, cols, vocab_size, logit_scale, softcap, shift=None, stride=1):
     """Return the logits after shift, bias, scale and softcap; −inf outside of V."""
     inside = (cols >= 0) & (cols < vocab_size)
-    x = tl.load(row + cols, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(row + cols * stride, mask=inside, other=0.0).to(tl.float32)
     if shift is not None:
         x += shift
     if bias is not None:
@@ -48,12 +48,12 @@ def load_logits(row, bias, cols, vocab_size, logit_scale, softcap, shift=None):
 
 
 @triton.jit
-def largest_and_log_total(row, bias, vocab_size, logit_scale, softcap, BLOCK: tl.constexpr, shift=None):
+def largest_and_log_total(row, bias, vocab_size, logit_scale, softcap, BLOCK: tl.constexpr, shift=None, stride=1):
     """Return the largest logit of a row, 0 if all are −inf, and log Σ exp(z − largest)."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab_size, BLOCK):
-        x = load_logits(row, bias, first + tl.arange(0, BLOCK), vocab_size, logit_scale, softcap, shift)
+        x = load_logits(row, bias, first + tl.arange(0, BLOCK), vocab_size, logit_scale, softcap, shift, stride)
         new = tl.maximum(top, x)
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(top - safe) + tl.exp(x - safe)
