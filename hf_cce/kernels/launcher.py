@@ -88,7 +88,7 @@ def _specialization(arg: Any) -> Any:
 
 @contextmanager
 def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
-    """Call ``warm_up`` after the first kernel of this context that Triton's cache does not have: the others are missing too."""
+    """Call ``warm_up`` for the first kernel of this context that Triton's cache does not have: the others are missing too."""
 
     def once() -> None:
         _when_cold.set(None)
@@ -104,6 +104,9 @@ def when_cold(warm_up: Callable[[], None]) -> Iterator[None]:
 def _compile(build: Callable[[], Any]) -> Any:
     """Return the kernel of ``build``. If it was not in Triton's cache, also call the function given to ``when_cold``."""
     warm_up, knobs, cached = _when_cold.get(), triton.knobs.compilation, []
+    if warm_up is not None and _is_cache_empty():
+        warm_up()  # compiles this kernel, too
+        warm_up = None
     if warm_up is None:
         return build()
     with _listener_lock:
@@ -122,6 +125,14 @@ def _compile(build: Callable[[], Any]) -> Any:
     if not all(cached):
         warm_up()
     return compiled
+
+
+def _is_cache_empty() -> bool:
+    folder = triton.knobs.cache.dir
+    if not os.path.isdir(folder):
+        return True
+    with os.scandir(folder) as entries:
+        return not any(entries)
 
 
 @contextmanager
