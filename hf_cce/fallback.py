@@ -57,7 +57,8 @@ def empty_logits(hidden: Tensor, v: int, rows: int, triton: bool = True) -> Tens
 
     Float32 rows are padded only for kernels (``triton``): PyTorch's operators would copy them.
     """
-    padded = hidden.is_cuda and (triton or hidden.dtype not in FULL_PRECISION)
+    on_gpu = hidden.is_cuda or hidden.is_meta  # a warm-up uses meta tensors
+    padded = on_gpu and (triton or hidden.dtype not in FULL_PRECISION)
     stride = -(-v // ALIGNED) * ALIGNED if padded else v
     return hidden.new_empty((rows, stride))[:, :v]
 
