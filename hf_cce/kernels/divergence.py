@@ -33,16 +33,14 @@ class Logits(NamedTuple):
     values: Tensor  # [N, V]
     head: Any  # its scale and softcap are still to be applied
     shift: Tensor | None = None  # [N], to be added first
-    lse: Tensor | None = (
-        None  # [parts, padded(N)] or [1, N], the logsumexps of parts of the vocabulary; None: not computed
-    )
+    lse: Tensor | None = None  # [parts, N], logsumexps of parts of the vocabulary; None: not computed
 
 
 class Shifts(NamedTuple):
     """What is subtracted from the logits of each row, before they are rounded to float16."""
 
     values: Tensor  # [N]
-    active: Tensor  # [row blocks], 1: see ``LabelLogits``
+    active: Tensor  # [blocks of 128 rows] int32, all 1: the Hopper kernel skips blocks with a 0
 
 
 def kind_of(beta: float) -> int:
@@ -103,9 +101,9 @@ def _row_divergence_kernel(
     gradient,  # the same memory in the dtype of the gradient, which overwrites the logits if GRADIENT
     teacher_logits,  # [N, V], before scale and softcap
     teacher_shift,  # [N] or None
-    teacher_lse,  # likewise
-    num_parts,
-    lse_stride,
+    teacher_lse,  # [num_parts, N] or None
+    num_parts,  # of the vocabulary
+    lse_stride,  # between the parts
     divergence,  # [N], written
     entropy,  # [N], written: the student's; None if not requested
     row_stats,  # [3, N] of the whole vocabulary: logsumexps, and the offset of ``slope``, read if KNOWN; else written or None
@@ -242,7 +240,7 @@ def shifted_logits(head: Any, rows: slice, out: Tensor, shifts: Shifts, lse: boo
     """Compute h Wᵀ + b − shift [N, V] of some rows in float16, in the memory of ``out``.
 
     A shift close to the largest logit of the row makes the errors of the most probable entries as small as those of float32.
-    The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too; neither result gets the shift back.
+    The Hopper kernel applies the scale and, if ``lse``, computes the logsumexps, too; both results are less the shift.
     """
     hidden, weight, bias, shift = head.hidden[rows], head.weight, head.bias, shifts.values[rows]
     plan, (n, d), z = make_plan(hidden, weight), hidden.shape, out.view(torch.float16)

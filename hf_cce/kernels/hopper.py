@@ -4,8 +4,9 @@ Each group computes half of a tile's tokens. While one group computes exponentia
 One group can be ahead of the other by as many stages of operands as shared memory holds. Programs are persistent, so the operands
 of the next tile are loaded before the current one is finished.
 
-Written in Gluon, which Triton's interpreter cannot run. Each function has a counterpart in hf_cce.kernels.forward or
-hf_cce.kernels.backward, and tests compare the two on a GPU. See ``hf_cce.kernels.launch_config.uses_hopper`` for when it is used.
+Written in Gluon, which Triton's interpreter cannot run. Each function has a counterpart in hf_cce.kernels.forward,
+hf_cce.kernels.backward or hf_cce.kernels.divergence, and tests compare the two on a GPU. See
+``hf_cce.kernels.launch_config.uses_hopper`` for when it is used.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_launch_keys_differ_where_triton_compiles_two_kernels(tmp_path: Path) ->
     ("size", "other_kernels"), [("0.0", False), ("60.0", True)], ids=["the filter pauses", "it drops most"]
 )
 def test_the_first_step_compiles_what_later_steps_need(size: str, other_kernels: bool, tmp_path: Path) -> None:
-    if other_kernels:  # in Triton's cache
+    if other_kernels:  # an empty cache tells that kernels are missing before one is compiled
         (tmp_path / "other").mkdir()
     printed = python(FIRST_STEPS.replace("SIZE", size), interpreted=False, TRITON_CACHE_DIR=str(tmp_path))
     assert "later []" in printed, printed
