@@ -302,8 +302,8 @@ class PendingLoss(NamedTuple):
 _EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
 
 
-def graph_boundary(recipe: Any, source: Tensor, of_pass: object, value: Tensor | None = None) -> Tensor:
-    """Cut the graph at ``source``: return a leaf with its values, or with ``value``, from which a result is computed.
+def graph_boundary(recipe: Any, source: Tensor, of_pass: object) -> Tensor:
+    """Cut the graph at ``source``: return a leaf with its values, from which a result is computed.
 
     The backward pass first computes the gradients of all such leaves, then those of their sources, one pass over the head at a
     time: ``of_pass`` identifies the pass that computed ``source``.
@@ -311,7 +311,7 @@ def graph_boundary(recipe: Any, source: Tensor, of_pass: object, value: Tensor |
     if not source.requires_grad or not recipe.leaves:  # no leaves: these logits are, or come from, a compiled graph
         return source
     _metadata(source)[_PASS] = of_pass
-    new = (source if value is None else value).detach().requires_grad_()
+    new = source.detach().requires_grad_()
     recipe.call.boundaries.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
 

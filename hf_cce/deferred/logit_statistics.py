@@ -139,13 +139,12 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     def part(x: Tensor) -> Tensor:
         return op(x.unsqueeze(-1)).squeeze(-1)
 
-    part(made.labels.data).copy_(labels)  # .data: autograd need not know
-    with torch.no_grad():
-        value = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
-    logits = graph_boundary(r, part(found.log_probs + found.logsumexp), made.mark, value)
-    lse = part(graph_boundary(r, found.logsumexp, made.mark))
-    entropies = None if found.entropy is None else part(graph_boundary(r, found.entropy, made.mark)).where(valid, 0)
-    return LogProbs((logits - lse).where(valid, 0), entropies, logsumexp=lse.where(valid, 0))
+    with torch.no_grad():  # .data: autograd need not know
+        logits = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
+        part(made.labels.data).copy_(labels)
+        part(found.log_probs.data).copy_(logits - part(found.logsumexp))
+    parts = (x if x is None else part(graph_boundary(r, x, made.mark)).where(valid, 0) for x in found)
+    return LogProbs(*parts)  # type: ignore[arg-type]
 
 
 def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
@@ -165,17 +164,15 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
 
 def _make_pass(r: Recipe, identity: Any, ids: Tensor | None, wanted: dict[str, Any], gathered: Any, last: Any) -> Pass:
     """Make and store a pass, which also computes the gradients of ``gathered`` and of ``last``, a pass of the same logits."""
-    of_parts = last is not None and ids is None and last.parts is not None
-    if of_parts:  # its labels are not those of ``gathered``
-        ids, gathered, wanted["logsumexp"] = last.labels, None, True
-    elif gathered is not None:
-        ids = gathered.labels
+    ids = ids if gathered is None else gathered.labels
+    if last is not None and last.parts is not None:
+        wanted["logsumexp"] = True  # as in ``last``, in whose place this pass is reused
     labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
     labels = labels.to(r.hidden_states.device)
     found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.loss_arguments(), **wanted)
     made = Pass(identity, found, labels, ids is not None, object())
     if torch.is_grad_enabled() and r.leaves:
-        r.call.last_pass = made._replace(split=last.split, parts=last.parts) if of_parts else made
+        r.call.last_pass = made
     earlier, lse = None if last is None else last.found.logsumexp, found.logsumexp
     if earlier is not None and lse is not None and lse.requires_grad:
         share_gradient(earlier, lse, made.mark)

@@ -315,6 +315,10 @@ NEARLY_CERTAIN: dict[str, Callable[[Any], Tensor]] = {
     "entropy": verl_entropy,
     "log-probabilities and entropy": lambda z: by_rows(z, INDEX) - 0.1 * verl_entropy(z),
     "entropy and log-probabilities": lambda z: -0.1 * verl_entropy(z) + by_rows(z, INDEX),
+    "rows, log_softmax, and the entropy": lambda z: (
+        torch.stack([row.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for row, ids in zip(z, INDEX, strict=True)])
+        - 0.1 * verl_entropy(z)
+    ),
 }
 
 
@@ -389,6 +393,9 @@ LOOPS: dict[str, tuple[Callable[[Any], list[Tensor]], int]] = {
     "entropy": (lambda z: rows(minus_entropy, z), 1),
     "log-probabilities and entropy": (
         lambda z: rows(lambda row, ids: log_prob(row, ids)[:, 0] + minus_entropy(row, ids), z), 2,
+    ),
+    "log-probabilities, entropy and logsumexp": (
+        lambda z: [*rows(log_prob, z), *rows(minus_entropy, z), *rows(lambda row, _: row.logsumexp(-1), z)], 2,
     ),
     "log-probabilities, the largest logits and the entropy": (
         lambda z: [*rows(log_prob, z), z.max(-1).values, verl_entropy(z)], 2,
