@@ -15,6 +15,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -299,44 +300,32 @@ class PendingLoss(NamedTuple):
     call: Any
 
 
-_EQUAL, _PASS = "hf_cce.equal", "hf_cce.pass"  # keys of the metadata of a ``grad_fn``
+_ORIGIN = "hf_cce.origin"  # key of the metadata of a ``grad_fn``
 
 
-def graph_boundary(recipe: Any, source: Tensor, of_pass: object) -> Tensor:
+@dataclass
+class SourceGrad:
+    """A tensor at which ``graph_boundary`` has cut the graph, and the sum of the gradients of its copies, or None."""
+
+    source: Tensor
+    grad: Tensor | None = None
+
+    def add(self, grad: Tensor | None) -> None:
+        self.grad = _sum(self.grad, grad)
+
+
+def graph_boundary(recipe: Any, source: Tensor, origin: Any, name: str) -> Tensor:
     """Cut the graph at ``source``: return a leaf with its values, from which a result is computed.
 
-    The backward pass first computes the gradients of all such leaves, then those of their sources, one pass over the head at a
-    time: ``of_pass`` identifies the pass that computed ``source``.
+    The backward pass first computes the gradients of all such leaves. ``origin.merge`` may move them from one source to another.
+    Then it computes those of the sources, which have a ``name``, for one ``origin`` at a time.
     """
     if not source.requires_grad or not recipe.leaves:  # no leaves: these logits are, or come from, a compiled graph
         return source
-    _metadata(source)[_PASS] = of_pass
+    source.grad_fn.metadata[_ORIGIN] = origin, name  # type: ignore[union-attr, index]
     new = source.detach().requires_grad_()
     recipe.call.boundaries.append((new, source))
     return new.view_as(new)  # a graph that refers to ``new``, even if this is the result
-
-
-def share_gradient(source: Tensor, equal: Tensor, of_pass: object, where: Tensor | None = None) -> None:
-    """In a backward pass of several losses, add the gradient of ``source`` to that of ``equal``, which has the same values.
-
-    One pass over the head then serves both. With a mask ``where`` [..., K], only the masked entries of ``source`` [..., K] have
-    the values of ``equal`` [..., 1].
-    """
-    # ``equal`` must not depend on ``source``: that would be a reference cycle.
-    _metadata(source)[_EQUAL], _metadata(equal)[_PASS] = (equal, where), of_pass
-
-
-def _metadata(x: Tensor) -> dict[str, Any]:
-    return x.grad_fn.metadata  # type: ignore[union-attr, return-value]
-
-
-def _shared(source: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors that receive the gradient ``grad`` of ``source``, each with its part; see ``share_gradient``."""
-    equal, where = _metadata(source).get(_EQUAL, (None, None))
-    if equal is None or where is not None:
-        yield source, grad if where is None else grad.masked_fill(where, 0.0)
-    if equal is not None:
-        yield from _shared(equal, grad if where is None else grad.where(where, 0.0).sum(-1, keepdim=True))
 
 
 def _leaf_gradients(losses: list[PendingLoss]) -> list[Tensor | None]:
@@ -344,7 +333,7 @@ def _leaf_gradients(losses: list[PendingLoss]) -> list[Tensor | None]:
     leaves, call = losses[0].leaves, losses[0].call
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     sums: list[Tensor | None] = [None] * len(wanted)
-    passes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # sources and their gradients
+    found: dict[Any, dict[str, SourceGrad]] = {}  # by origin and name
     # retain_graph: autograd frees this graph together with the tensors that ``FusedResult`` saved
     compute = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     with call.unsharded(*leaves[1:]):
@@ -352,14 +341,17 @@ def _leaf_gradients(losses: list[PendingLoss]) -> list[Tensor | None]:
             grads = compute(each.results, [*wanted, *each.boundaries], each.upstream)
             sums = list(map(_sum, sums, grads))
             for source, grad in zip(each.sources, grads[len(wanted) :], strict=True):
-                if grad is not None:
-                    for x, g in [(source, grad)] if len(losses) == 1 else _shared(source, grad):
-                        passes.setdefault(_metadata(x)[_PASS], []).append((x, g))
-        for pairs in passes.values():
-            outputs, upstream = zip(*pairs, strict=True)
-            sums = list(map(_sum, sums, compute(outputs, wanted, upstream)))
-    found = (y if y is None else y.to(x.dtype) for x, y in zip(wanted, sums, strict=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in leaves]
+                origin, name = source.grad_fn.metadata[_ORIGIN]  # type: ignore[union-attr, index]
+                found.setdefault(origin, {}).setdefault(name, SourceGrad(source)).add(grad)
+        if found:
+            next(iter(found)).merge(found)
+        for results in found.values():
+            pairs = [(x.source, x.grad) for x in results.values() if x.grad is not None]
+            if pairs:
+                outputs, upstream = zip(*pairs, strict=True)
+                sums = list(map(_sum, sums, compute(outputs, wanted, upstream)))
+    rounded = (y if y is None else y.to(x.dtype) for x, y in zip(wanted, sums, strict=True))
+    return [next(rounded) if x is not None and x.requires_grad else None for x in leaves]
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

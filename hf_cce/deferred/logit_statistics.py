@@ -1,7 +1,8 @@
 """Statistics of deferred logits, such as log-probabilities and entropy, and the logits of chosen token ids.
 
 A pass over the head computes the statistics (``hf_cce.loss.linear_log_probs``) and is reused until the backward pass. Gathered
-logits are cheap products; their gradient is computed by a pass over the head if there is one.
+logits are cheap products. The backward pass computes the gradients of all results of the same logits in one pass if it can, see
+``Origin.merge``.
 
 Shapes: hidden_states [..., D], weight [V, D], logits [..., V].
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_cce.deferred.lazy_tensor import graph_boundary, share_gradient
+from hf_cce.deferred.lazy_tensor import SourceGrad, graph_boundary
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.loss import LogProbs, has_few_tokens, linear_log_probs, rounds_logits
 from hf_cce.sharded import is_dtensor
@@ -27,26 +29,68 @@ NO_LABEL = -(2**31)  # an ``ignore_index`` that is never a token id
 _recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-class Pass(NamedTuple):
-    """A pass over the head. It is kept until the backward pass, for other statistics of the same logits and their gradients."""
+@dataclass(eq=False)
+class Origin:
+    """What has computed results: a pass over the head, or products with its rows for some token ids."""
 
     identity: tuple[Any, ...]  # of the logits
+    labels: Tensor  # [...], one token id of each token. Only the backward pass needs those of a pass: they may be written later
+    has_labels: bool = True  # False: nobody has asked for log-probabilities, so the labels are zeros
+    ids: Tensor | None = None  # [..., K], of the products; ``labels`` are those of the largest logits
+    rows: Any = None  # index of the tokens of ``ids`` among those of ``labels``; None: the same tokens
+
+    @staticmethod
+    def merge(found: dict[Origin, dict[str, SourceGrad]]) -> None:
+        """Let one pass compute the gradients of all logsumexps of the same logits, and of logits from which they are subtracted.
+
+        For probable tokens the two nearly cancel, and would be lost if each was rounded by itself.
+        """
+        used = {x: {name for name, result in found[x].items() if result.grad is not None} for x in reversed(found)}
+        groups: dict[Any, list[Origin]] = {}  # of a loop over slices, there may be hundreds
+        for x in used:
+            groups.setdefault((x.identity[1].shape, x.identity[1].storage_offset()), []).append(x)
+        for group in groups.values():
+            passes = [x for x in group if used[x] and "logsumexp" in found[x]]
+            while passes:
+                alike = [x for x in group if used[x] and _is_same(x.identity, passes[0].identity)]
+                gathered = [x for x in alike if x.ids is not None]
+                several, passes = [x for x in passes if x in alike], [x for x in passes if x not in alike]
+                # If possible one whose labels can be written, or else one that has to be made anyway
+                chosen = min(several, key=lambda x: (x.has_labels and len(gathered) > 0, used[x] == {"logsumexp"}))
+                for other in (found[x]["logsumexp"] for x in several if x is not chosen):
+                    found[chosen]["logsumexp"].add(other.grad)
+                    other.grad = None
+                for i, each in enumerate(gathered):
+                    chosen._take(found[chosen], each, found[each]["logits"], is_free=i == 0 and not chosen.has_labels)
+
+    def _take(self, results: dict[str, SourceGrad], gathered: Origin, logits: Any, is_free: bool) -> None:
+        """Add the gradient of the gathered ``logits`` with the labels of this pass to that of the label's logits."""
+        if is_free:
+            self.labels.data.copy_(gathered.labels)
+        labels = self.labels if gathered.rows is None else self.labels[gathered.rows]
+        is_label: Any = gathered.ids == labels.unsqueeze(-1)
+        grad = logits.grad.to(results["logsumexp"].source.dtype).where(is_label, 0.0).sum(-1)
+        all_are_labels = is_free and gathered.rows is None and is_label.shape[-1] == 1
+        logits.grad = None if all_are_labels else logits.grad.masked_fill(is_label, 0.0)
+        if gathered.rows is not None:
+            grad = grad.new_zeros(self.labels.shape).index_put(gathered.rows, grad, accumulate=True)
+        for name in ("log_probs", "logsumexp"):  # their sum is the label's logit
+            results[name].add(grad)
+
+
+class Pass(NamedTuple):
+    """A pass over the head, which is kept until the backward pass, for other statistics of the same logits."""
+
+    origin: Origin
     found: LogProbs
-    labels: Tensor  # [...]; only the backward pass needs them, so they may be written later
-    has_labels: bool  # False: nobody has asked for log-probabilities, so the labels are zeros
-    mark: object  # of this pass alone; the id of ``found`` may be that of a later pass
     split: Any = None  # the split of the logits whose parts share this pass; each part writes its own labels
     parts: set[int] | None = None  # indices of the parts that have written their labels
 
 
-class Gathered(NamedTuple):
-    """Gathered logits whose gradient the next pass of statistics of the same logits is to compute."""
-
-    identity: tuple[Any, ...]
-    logits: Tensor  # [..., K]
-    labels: Tensor  # [...], one token id of each token
-    is_label: Tensor | None  # [..., K], True for the entries of ``logits`` that belong to ``labels``; None: all
-    rows: Any = None  # index of the tokens of ``logits`` among those of ``labels``; None: the same tokens
+def _results(r: Recipe, made: Pass) -> LogProbs:
+    """Return what a pass has found, from which the results of a loss are computed."""
+    found = ((name, getattr(made.found, name)) for name in LogProbs._fields)
+    return LogProbs(*(x if x is None else graph_boundary(r, x, made.origin, name) for name, x in found))  # type: ignore[arg-type]
 
 
 def _identity(r: Recipe) -> tuple[Any, ...]:
@@ -79,16 +123,16 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     if ids is not None:
         found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
         return _pass_over_head(r, ids, wanted) if found is None else found
-    # Gathered logits of the same or of a larger tensor get their gradient from this pass
+    # For one gradient with gathered logits of the same or of a larger tensor, see ``Origin.merge``
     gathered = r.call.gathered if wanted.get("logsumexp") and torch.is_grad_enabled() else None
     source = None if gathered is None else _ancestor(r, gathered.identity)
     if source is None:
         if not is_part:
             return _pass_over_head(r, None, wanted)
         parent, op = r.part_of  # type: ignore[misc]
-        source, gathered = (parent.replace(ops=r.ops), [op]), None
+        source = parent.replace(ops=r.ops), [op]
     whole, ops = source
-    found = _pass_over_head(whole, None, wanted, gathered)
+    found = _pass_over_head(whole, None, wanted)
     parts = (x if x is None else functools.reduce(lambda x, op: op(x), ops, x.unsqueeze(-1)).squeeze(-1) for x in found)
     return LogProbs(*parts)  # type: ignore[arg-type]
 
@@ -122,8 +166,8 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
     whole, ids = parent.replace(ops=r.ops), ids.to(r.hidden_states.device)
     identity, made = _identity(whole), None
     for each in call.shared_passes:
-        if each.split == how and _is_same(each.identity[:4], identity[:4]):
-            if not _is_same(each.identity, identity):  # other operations, such as a temperature of each part
+        if each.split == how and _is_same(each.origin.identity[:4], identity[:4]):
+            if not _is_same(each.origin.identity, identity):  # other operations, such as a temperature of each part
                 return None
             if index not in each.parts and not (entropy and each.found.entropy is None):
                 made = each
@@ -141,16 +185,16 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
 
     with torch.no_grad():  # .data: autograd need not know
         logits = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
-        part(made.labels.data).copy_(labels)
+        part(made.origin.labels.data).copy_(labels)
         part(found.log_probs.data).copy_(logits - part(found.logsumexp))
-    parts = (x if x is None else part(graph_boundary(r, x, made.mark)).where(valid, 0) for x in found)
+    parts = (x if x is None else part(x).where(valid, 0) for x in _results(r, made))
     return LogProbs(*parts)  # type: ignore[arg-type]
 
 
-def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathered: Any = None) -> LogProbs:
-    """See ``compute_log_probs``. A new pass also computes the gradient of ``gathered`` logits."""
+def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any]) -> LogProbs:
+    """See ``compute_log_probs``."""
     identity, owner, last = _identity(r), r.call.owner if r.leaves else None, r.call.last_pass
-    if last is not None and not _is_same(last.identity, identity):
+    if last is not None and not _is_same(last.origin.identity, identity):
         last = None
     if owner is not None and ids is None and wanted.get("entropy"):
         owner.expects_entropy = last is not None
@@ -158,34 +202,15 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any], gathe
     if lacking or ids is not None:
         if owner is not None and torch.is_grad_enabled() and not wanted.get("entropy"):
             wanted["entropy"], owner.expects_entropy = owner.expects_entropy, False  # until it is asked for again
-        last = _make_pass(r, identity, ids, wanted, gathered, last)
-    return LogProbs(*(x if x is None else graph_boundary(r, x, last.mark) for x in last.found))  # type: ignore[arg-type]
-
-
-def _make_pass(r: Recipe, identity: Any, ids: Tensor | None, wanted: dict[str, Any], gathered: Any, last: Any) -> Pass:
-    """Make and store a pass, which also computes the gradients of ``gathered`` and of ``last``, a pass of the same logits."""
-    ids = ids if gathered is None else gathered.labels
-    if last is not None and last.parts is not None:
-        wanted["logsumexp"] = True  # as in ``last``, in whose place this pass is reused
-    labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-    labels = labels.to(r.hidden_states.device)
-    found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.loss_arguments(), **wanted)
-    made = Pass(identity, found, labels, ids is not None, object())
-    if torch.is_grad_enabled() and r.leaves:
-        r.call.last_pass = made
-    earlier, lse = None if last is None else last.found.logsumexp, found.logsumexp
-    if earlier is not None and lse is not None and lse.requires_grad:
-        share_gradient(earlier, lse, made.mark)
-    if gathered is not None:
-        _share_with(found, gathered, made.mark)
-    return made
-
-
-def _share_with(found: Any, gathered: Gathered, of_pass: object) -> None:
-    """Let the pass of ``found``, whose labels are those of ``gathered``, compute the gradient of these logits."""
-    label_logits = (found.log_probs + found.logsumexp).unsqueeze(-1).to(gathered.logits.dtype)
-    label_logits = label_logits if gathered.rows is None else label_logits[gathered.rows]
-    share_gradient(gathered.logits, label_logits, of_pass, gathered.is_label)
+        if ids is None and last is not None and last.found.logsumexp is not None:
+            wanted["logsumexp"] = True  # as in ``last``, in whose place this pass is reused
+        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
+        labels = labels.to(r.hidden_states.device)
+        found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.loss_arguments(), **wanted)
+        last = Pass(Origin(identity, labels, ids is not None), found)
+        if torch.is_grad_enabled() and r.leaves:
+            r.call.last_pass = last
+    return _results(r, last)
 
 
 def _mean_logit(r: Recipe) -> Tensor:
@@ -201,15 +226,17 @@ def _mean_logit(r: Recipe) -> Tensor:
 
 
 def gather_logits(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``, and note the largest of each token."""
+    """Compute the logits [..., K] of the token ids ``index`` [..., K] in ``dtype``."""
     logits = _products_of_ids(r, index, dtype)
-    if logits.requires_grad:
-        _note_gathered(r, Gathered(_identity(r), logits, *_largest(logits, index)))
-    return graph_boundary(r, logits, object())
+    if not logits.requires_grad:
+        return logits
+    # Cloned, because the index may change before the backward pass
+    r.call.gathered = Origin(_identity(r), _largest(logits, index)[0].clone(), ids=index.to(logits.device, copy=True))
+    return graph_boundary(r, logits, r.call.gathered, "logits")
 
 
 def gather_log_probs(r: Recipe, index: Tensor) -> Tensor:
-    """Compute the log-probabilities [..., K] of ``index`` [..., K]; for the largest of each token, see ``_note_gathered``."""
+    """Compute the log-probabilities [..., K] of ``index`` [..., K]; that of the largest of each token by the pass itself."""
     logits = _products_of_ids(r, index, accumulation_dtype(r.weight.dtype))
     labels, is_label = _largest(logits, index)
     found: Any = compute_log_probs(r, labels, logsumexp=True)
@@ -225,26 +252,12 @@ def _largest(logits: Tensor, index: Tensor) -> tuple[Tensor, Any]:
     return index.gather(-1, largest).squeeze(-1), torch.arange(k, device=logits.device) == largest
 
 
-def _note_gathered(r: Recipe, gathered: Gathered) -> None:
-    """Let one pass compute the gradients of ``gathered`` logits and of a logsumexp from which they are subtracted.
-
-    For probable tokens the two nearly cancel, and would be lost if each was rounded by itself.
-    """
-    r.call.gathered, before = gathered, r.call.last_pass
-    same = before is not None and _is_same(before.identity, gathered.identity)
-    if same and not before.has_labels and before.found.logsumexp is not None:
-        before.labels.data.copy_(gathered.labels)
-        r.call.last_pass = before._replace(has_labels=True)
-        _share_with(before.found, gathered, before.mark)
-
-
 def note_gathered_rows(whole: Recipe, part: Recipe, rows: tuple[Tensor, ...]) -> None:
-    """Repeat for ``whole`` what ``_gather`` noted for its ``rows``; with two ids of a token, only one is noted."""
+    """Let a pass of ``whole`` compute the gradient of the logits gathered last, if they are those of its ``rows``."""
     gathered = whole.call.gathered
     if gathered is not None and _is_same(gathered.identity, _identity(part)):
-        labels = gathered.labels.new_zeros(whole.hidden_states.shape[:-1]).index_put(rows, gathered.labels)
-        is_label = (labels[rows] == gathered.labels).unsqueeze(-1)
-        _note_gathered(whole, Gathered(_identity(whole), gathered.logits, labels, is_label, rows))
+        gathered.identity, gathered.rows = _identity(whole), rows  # with two ids of a token, only one is a label
+        gathered.labels = gathered.labels.new_zeros(whole.hidden_states.shape[:-1]).index_put(rows, gathered.labels)
 
 
 def _products_of_ids(r: Recipe, index: Tensor, dtype: torch.dtype) -> Tensor:

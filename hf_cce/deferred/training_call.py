@@ -77,7 +77,7 @@ class TrainingCall:
     # Cleared by the backward pass
     last_pass: Any = None  # the last ``Pass`` over the head
     shared_passes: list[Any] = field(default_factory=list)  # those that the parts of split logits share
-    gathered: Any = None  # the last ``Gathered`` logits
+    gathered: Any = None  # the ``Origin`` of the logits gathered last
     boundaries: list[Any] = field(default_factory=list)  # see ``lazy_tensor.graph_boundary``; taken by ``FusedResult``
 
     @property

@@ -315,6 +315,14 @@ NEARLY_CERTAIN: dict[str, Callable[[Any], Tensor]] = {
     "entropy": verl_entropy,
     "log-probabilities and entropy": lambda z: by_rows(z, INDEX) - 0.1 * verl_entropy(z),
     "entropy and log-probabilities": lambda z: -0.1 * verl_entropy(z) + by_rows(z, INDEX),
+    "twice": lambda z: by_rows(z, INDEX) - 0.5 * by_position(z),
+    "and probabilities": lambda z: by_rows(z, INDEX) + 0.5 * (z.softmax(-1).gather(-1, INDEX[..., None])[..., 0] - 1),
+    "rows, log_softmax, and again": lambda z: by_rows(z, INDEX) + 0.5 * torch.cat(rows(log_prob, z), -1).t(),
+    "and other logits": lambda z: by_rows(z, INDEX) - 0 * z.gather(-1, V - 1 - INDEX[..., None])[..., 0],
+    "and others": lambda z: by_rows(z, INDEX) - 0 * z.log_softmax(-1).gather(-1, V - 1 - INDEX[..., None])[..., 0],
+    "and the entropy of the same": lambda z: (
+        by_rows(z, INDEX) + 0.1 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1) - 0.1 * verl_entropy(z)
+    ),
     "rows, log_softmax, and the entropy": lambda z: (
         torch.stack([row.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for row, ids in zip(z, INDEX, strict=True)])
         - 0.1 * verl_entropy(z)
