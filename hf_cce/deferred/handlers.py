@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.deferred.lazy_tensor import LazyTensor
+from hf_cce.deferred.lazy_tensor import LazyTensor, is_watched
 from hf_cce.deferred.logit_statistics import (
     NO_LABEL,
     compute_log_probs,
@@ -305,16 +305,19 @@ def _product(x: Any, other: Any) -> Any:
     source = _cast(source, torch.promote_types(x.dtype, other.dtype))  # the dtype of the product
     alike = not differentiable or x.requires_grad == other.requires_grad == source.requires_grad
     alike = alike and x.device == other.device == source.device
-    known = alike and source.recipe.with_ops(op).meaning.kind is not None
-    return _elementwise(source, op, nonlinear=True) if known else NotImplemented
+    if not alike or source.recipe.with_ops(op).meaning.kind is None:
+        return NotImplemented
+    made = _elementwise(source, op, nonlinear=True)
+    x.has_results = other.has_results = True
+    made.factors = (x, other) if differentiable else ()
+    return made
 
 
 def _lineage(x: Any) -> Iterator[Any]:
     """Yield ``x`` and what it was computed from entry by entry, up to the first with hooks, which a product must not skip."""
     while x is not None:
         yield x
-        is_watched = isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
-        x = None if is_watched else x.parent
+        x = None if is_watched(x) else x.parent
 
 
 # Computed results

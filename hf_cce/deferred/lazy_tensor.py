@@ -277,6 +277,11 @@ def version_of(x: Tensor | None) -> int | None:
     return None if x is None or isinstance(x, LazyTensor) or x.is_inference() else x._version
 
 
+def is_watched(x: Any) -> bool:
+    """Return True if ``x`` has hooks or keeps its gradient."""
+    return isinstance(x, Tensor) and (bool(x._backward_hooks) or x.retains_grad)
+
+
 def is_alias(func: Any, args: Any) -> bool:
     """Return True if the operator ``func`` returns its first argument unchanged, on the same memory."""
     return func in _ALIASING_OPS or (func is _ATEN.view.default and list(args[1]) == list(args[0].shape))
@@ -298,6 +303,7 @@ class PendingLoss(NamedTuple):
     sources: tuple[Tensor, ...]  # the tensor that each boundary stands for
     leaves: tuple[Tensor | None, ...]  # hidden states, weight and bias: inputs of the graphs of results and sources
     call: Any
+    is_per_token: bool  # not summed over the tokens
 
 
 _ORIGIN = "hf_cce.origin"  # key of the metadata of a ``grad_fn``
@@ -446,6 +452,16 @@ def _split(grad: Tensor) -> tuple[Any, Tensor | None]:
     return (grad.losses, grad.dense) if isinstance(grad, LazyGrad) else ((), grad)
 
 
+def _split_and_join(grad: Tensor) -> tuple[Any, Tensor | None]:
+    """Let results of single tokens join a dense gradient, if there is one; the two may nearly cancel, as in z - logsumexp(z)."""
+    losses, dense = _split(grad)
+    if dense is None:
+        return losses, None
+    with torch.enable_grad():
+        dense = sum((dense_grad().detach() for loss, dense_grad in losses if loss.is_per_token), dense)
+    return tuple(each for each in losses if not each[0].is_per_token), dense
+
+
 class HeadOutput(torch.autograd.Function):
     """The output of an LM head. Its backward returns the gradients of hidden states, weight and bias."""
 
@@ -460,7 +476,7 @@ class HeadOutput(torch.autograd.Function):
         operands, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         ctx.call.last_pass = ctx.call.gathered = None
         ctx.call.shared_passes.clear()
-        losses, dense = _split(grad)
+        losses, dense = _split_and_join(grad)
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
@@ -525,7 +541,7 @@ class RecordedOp(torch.autograd.Function):
                     x = values.detach().requires_grad_()
                 return torch.autograd.grad(op(x), x, grad, create_graph=create_graph)[0]
 
-        losses, dense = _split(grad)
+        losses, dense = _split_and_join(grad)
         grad_source = None if dense is None else vjp(dense)
         if isinstance(grad, LazyGrad):
             losses = tuple((each, lambda make=make: vjp(make())) for each, make in losses)
@@ -574,9 +590,9 @@ class FusedResult(torch.autograd.Function):
             upstream = [grads[i].to(results[i].dtype) for i in used]
             return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
 
-        loss = PendingLoss(
-            [results[i] for i in used], [grads[i] for i in used], boundaries, sources, leaves, recipe.call
-        )
+        found, upstream = ([x[i] for i in used] for x in (results, grads))
+        is_per_token = found[0].dim() >= len(ctx.meta.shape) - 1
+        loss = PendingLoss(found, upstream, boundaries, sources, leaves, recipe.call, is_per_token)
         return LazyGrad.create(ctx.meta, ((loss, dense_grad),), None, recipe.call), None, None
 
 

@@ -27,6 +27,7 @@ from hf_cce.deferred.lazy_tensor import (
     WrittenLogits,
     call_as_tensors,
     is_alias,
+    is_watched,
     private_saved_tensors,
     without_storage,
 )
@@ -116,6 +117,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     _differentiable_values: Tensor | None = None  # the full logits, whose gradient flows back through this tensor
     _version_of_values = 0  # the ``_own_version`` that they belong to
     _is_written = False  # the gradient of this tensor flows to them instead, see ``WrittenLogits``
+    factors: tuple[Any, ...] = ()  # the two tensors whose product this is, or none
     meta: TensorMeta
     # The properties of torch.Tensor would call __torch_function__. Stale logits may have another shape after ``unsqueeze_``.
     shape = property(lambda self: Tensor.shape.__get__(self) if self._is_stale else self.meta.shape)  # type: ignore[attr-defined]
@@ -199,6 +201,8 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return storage.values
 
     def _materialize(self, why: str) -> Tensor:
+        if self.factors and self.shared_storage.values is None and not is_watched(self):
+            return self._multiply_factors(why)
         values = self._materialize_values(why)
         # Not self.requires_grad: after an in-place write, that would ask for the full logits again
         requires_grad = call_as_tensors(Tensor.requires_grad.__get__, (self,))  # type: ignore[attr-defined]
@@ -211,6 +215,19 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                 )
             self._is_written = False
         return values if self._differentiable_values is None else self._differentiable_values
+
+    def _multiply_factors(self, why: str) -> Tensor:
+        """Materialize a product from its factors, which get its gradient: it may nearly cancel others, as in KL divergences."""
+        factors, self.factors = self.factors, ()
+        if any(x._is_stale for x in factors):
+            return self._materialize(why)
+        with torch.inference_mode(False), torch.enable_grad():
+            made = factors[0]._materialize(why) * factors[1]._materialize(why)
+        self.shared_storage.values, self.shared_storage.version = made.detach(), made._version
+        self.recipe.aliases.append(self.shared_storage)
+        if made.requires_grad:
+            self._differentiable_values, self._version_of_values, self._is_written = made, self._own_version(), True
+        return made
 
     def _follow_write(self, values: Tensor) -> Any:
         """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""

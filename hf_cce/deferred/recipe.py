@@ -108,8 +108,12 @@ class Recipe:
         return self.replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
+        hidden_states = self.hidden_states
+        if self.leaves and self.leaves[0].is_contiguous():  # type: ignore[union-attr]
+            # With a bias, torch rounds 16-bit products of other layouts twice
+            hidden_states = hidden_states.contiguous()
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
-            made = apply_ops(self.ops, compute_logits(*self.operands, self.cast))
+            made = apply_ops(self.ops, compute_logits(hidden_states, self.weight, self.bias, self.cast))
         return made.transpose(1, 2) if self.class_first else made
 
     def scratch_bytes(self) -> int:

@@ -313,6 +313,13 @@ NEARLY_CERTAIN: dict[str, Callable[[Any], Tensor]] = {
     "two views": lambda z: z[:, :].gather(-1, INDEX[..., None])[..., 0] - z[:, :].logsumexp(-1),
     "maximum": lambda z: z.max(-1).values - z.logsumexp(-1),
     "entropy": verl_entropy,
+    # The next four compute full logits
+    "a distribution": lambda z: torch.distributions.Categorical(logits=z).log_prob(INDEX),
+    "many ids": lambda z: z.gather(-1, several(INDEX).repeat(1, 1, 10))[..., 0] - z.logsumexp(-1),
+    "logsumexp, then the maximum": lambda z: -z.logsumexp(-1) + z.amax(-1),
+    "logsumexp of a token": lambda z: torch.stack(
+        [(x.amax(-1) - x.logsumexp(-1)) for x in z.flatten(0, 1).unbind()]
+    ).view(B, S),
     "log-probabilities and entropy": lambda z: by_rows(z, INDEX) - 0.1 * verl_entropy(z),
     "entropy and log-probabilities": lambda z: -0.1 * verl_entropy(z) + by_rows(z, INDEX),
     "twice": lambda z: by_rows(z, INDEX) - 0.5 * by_position(z),
@@ -354,6 +361,31 @@ def test_statistics_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float
         assert (found[0] - plain[0]).abs().max() < exponent_rounding(16)
         found[0] = plain[0]
     assert_all_accurate(found, plain, exact, name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_divergence_of_similar_distributions_in_bfloat16(reverse: bool) -> None:
+    """As in DistiLLM: the gradients of its two terms nearly cancel, so they are added in float32."""
+
+    def run(dtype: torch.dtype, head: Any) -> list[Any]:
+        inputs = make_inputs(torch.bfloat16)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        z, wide = head(*leaves), torch.promote_types(dtype, torch.float32)
+        p, log_p = z.softmax(-1, dtype=wide), z.log_softmax(-1, dtype=wide)
+        log_q = (1.1 * F.linear(*(x.detach().to(wide) for x in inputs))).log_softmax(-1)
+        divergence = -(p * log_q - p * log_p) if reverse else p * log_p - p * log_q
+        divergence.sum(-1).mean().backward()
+        return [divergence.sum(-1), *(x.grad for x in leaves)]
+
+    exact, plain = run(torch.float64, F.linear), run(torch.bfloat16, F.linear)
+    assert_all_accurate(run(torch.bfloat16, lazy_logits), plain, exact, "divergence", torch.bfloat16)
+
+
+@pytest.mark.parametrize("part", [lambda z: z[:, 1:], lambda z: z[:, :-1].contiguous(), lambda z: z[:, ::2].float()])
+def test_full_logits_of_a_part_with_a_bias_in_bfloat16(part: Callable[[Any], Any]) -> None:
+    """Not rounded before the bias is added, as torch does in a product with a slice of the hidden states."""
+    inputs = make_inputs(torch.bfloat16)
+    assert torch.equal(part(lazy_logits(*inputs)).materialize(), part(F.linear(*inputs)))
 
 
 def rows(function: Callable[[Any, Tensor], Tensor], z: Any, ids: Tensor = INDEX) -> list[Tensor]:
