@@ -29,6 +29,7 @@ from hf_cce.deferred.logit_statistics import (
 from hf_cce.deferred.operations import (
     Meaning,
     apply_ops,
+    as_number,
     as_vocab_vector,
     cast_targets,
     is_number,
@@ -42,7 +43,7 @@ from hf_cce.spec import accumulation_dtype
 
 HANDLERS: dict[str, Callable[..., Any]] = {}
 # Operations supported on logits [B, V, S], whose classes come first
-CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy"}
+CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy", "nll_loss"}
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
@@ -132,7 +133,7 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
     return x._derive(op, change)
 
 
-@implements("transpose", "permute")
+@implements("transpose", "swapaxes", "swapdims", "permute")
 def _class_first(x: Any, *dims: Any) -> Any:
     """Transpose [B, S, V] to [B, V, S]."""
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -160,6 +161,9 @@ def _index(x: Any, key: Any) -> Any:
     if split is None:
         return NotImplemented
     tokens, part = split
+    if isinstance(part, Tensor):  # a copy in torch, unlike a single id or a slice
+        chosen, ids = _index(x, tokens), torch.where(part < 0, part + x.shape[-1], part).to(x.device)
+        return _gather(chosen, -1, ids.expand(*chosen.shape[:-1], -1))
     if part is None:
         copies = any(isinstance(each, Tensor) for each in tokens)
         tokens = tuple(each.clone() if isinstance(each, Tensor) else each for each in tokens)  # it may change later
@@ -170,6 +174,11 @@ def _index(x: Any, key: Any) -> Any:
         lambda z: z[key],
         lambda r: r.with_operands(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
     )
+
+
+@implements("index_select")
+def _index_select(x: Any, dim: Any, index: Tensor) -> Any:
+    return _index(x, (*[slice(None)] * (dim % x.ndim), index, ...))
 
 
 def _is_ids(key: Any) -> bool:
@@ -220,6 +229,7 @@ def _records_writes(x: Any) -> bool:
 
 
 def _scale_in_place(name: str, x: Any, value: Any) -> Any:
+    value = as_number(value, x)
     if not is_number(value) or x.recipe.mask_ops() or not _records_writes(x):
         return NotImplemented
     op = (name, value)
@@ -241,6 +251,7 @@ def _mul(x: Any, other: Any) -> Any:
 
 
 def _scale(x: Any, name: str, value: Any) -> Any:
+    value = as_number(value, x)
     return _elementwise(x, (name, value)) if is_number(value) and not x.recipe.mask_ops() else NotImplemented
 
 
@@ -495,36 +506,40 @@ def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
 
 @implements("sum")
 def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Sum log-probabilities (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
-    found, over = _meaning_of(x, "log p", "p log p", "p z"), _over_vocabulary(x, dim)
-    if found is None or not (over or (dim is None and not keepdim)):
+    """Sum logits, log p (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
+    found, over = _meaning_of(x, "z", "log p", "p log p", "p z"), _over_vocabulary(x, dim)
+    if found is None or x.numel() == 0 or not (over or (dim is None and not keepdim)):
         return NotImplemented
-    smoothed = found.kind == "log p"
-    if smoothed and (x.recipe.mask_ops() or is_dtensor(x.recipe.weight)):
+    linear = found.kind in ("z", "log p")
+    if linear and (x.recipe.mask_ops() or is_dtensor(x.recipe.weight)):
         return NotImplemented
+    if found.kind == "z" and (keepdim or x.shared_storage.values is not None):
+        return NotImplemented  # with keepdim, code centers the logits, which needs all of them
 
     def result(each: Any) -> tuple[Any]:
-        if smoothed:
-            return (found.factor * x.shape[-1] * (each.mean_logit - each.logsumexp),)
+        if linear:
+            mean = each.mean_logit if found.kind == "z" else each.mean_logit - each.logsumexp
+            return (found.factor * x.shape[-1] * mean,)
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
-    wanted = {"mean_logit": smoothed, "logsumexp": found.kind != "p log p", "entropy": not smoothed}
+    wanted = {"mean_logit": linear, "logsumexp": found.kind in ("log p", "p z"), "entropy": not linear}
     (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
 
 
+@implements("nansum")
+def _nansum(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sum as ``_sum`` does, if there is no NaN (KTO's metrics)."""
+    total = NotImplemented if torch.compiler.is_compiling() else _sum(x, *args, **kwargs)
+    return NotImplemented if total is NotImplemented or total.isnan().any() else total
+
+
 @implements("mean")
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Average over the vocabulary, or over everything, in float32."""
-    if x.recipe.meaning.kind != "z":
-        total = _sum(x, dim, keepdim, **kwargs)
-        return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
-    known = _meaning_of(x, "z") and dim in (None, -1, x.ndim - 1) and x.numel() > 0 and not (keepdim or kwargs)
-    if not known or x.recipe.mask_ops() or is_dtensor(x.recipe.weight):
-        return NotImplemented
-    (means,) = _statistics_of_ids(x, None, lambda each: (each.mean_logit,), lambda z: (z.mean(-1),), mean_logit=True)
-    return means.mean() if dim is None else means
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Average over the vocabulary, or over everything."""
+    total = _sum(x, dim, keepdim, dtype)
+    return total if total is NotImplemented else total / (x.numel() if dim is None else x.shape[-1])
 
 
 @implements("topk")

@@ -87,12 +87,14 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
     return Meaning(kind, factor, form, logit_ops)
 
 
-def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
+def split_index(key: Any, ndim: int) -> tuple[Any, slice | Tensor | None] | None:
     """Split the ``key`` of a [..., V] tensor of ``ndim`` dimensions into a key of a [..., D] tensor and a slice of V, or None.
 
-    Return None if V is indexed in another way, or for other keys (lists, arrays, booleans, strides, too many indices).
+    Ids of V [K] are only split from a key that has no other tensors. Return None if V is indexed in another way, or for other
+    keys (arrays, booleans, strides, too many indices).
     """
     keys = key if isinstance(key, tuple) else (key,)
+    keys = tuple(torch.tensor(each) if isinstance(each, list) and _are_integers(each) else each for each in keys)
     used = 0  # dimensions that the key consumes
     for each in keys:
         if isinstance(each, Tensor):
@@ -106,10 +108,17 @@ def split_index(key: Any, ndim: int) -> tuple[Any, slice | None] | None:
         return None
     keys = (*keys[: dots[0]], *[slice(None)] * (ndim - used), *keys[dots[0] + 1 :])
     last = keys[-1]
+    if isinstance(last, Tensor) and last.dtype == torch.int64 and last.dim() == 1:
+        alone = not any(isinstance(each, Tensor) for each in keys[:-1])
+        return ((*keys[:-1], slice(None)), last) if alone else None
     if not isinstance(last, slice) or last.step not in (None, 1):
         return None
     whole = last.start is None and last.stop is None
     return (*keys[:-1], slice(None)), None if whole else last
+
+
+def _are_integers(values: list[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(each, int) and not isinstance(each, bool) for each in values)
 
 
 def masked_ids(key: Any, value: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -151,6 +160,20 @@ def cast_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dt
 
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_number(value: Any, logits: Any) -> Any:
+    """Return ``value`` or, if it is a tensor of equal numbers such as verl's temperature of each token, [..., 1], this number."""
+    if not isinstance(value, Tensor) or type(value) is not Tensor or torch.compiler.is_compiling():
+        return value
+    shape, ndim = tuple(value.shape), logits.ndim
+    fits = len(shape) <= ndim and all(
+        n in (1, m) for n, m in zip(shape[::-1], (1, *logits.shape[-2::-1]), strict=False)
+    )
+    alike = torch.result_type(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), value) == logits.dtype
+    if value.requires_grad or not fits or not alike or value.numel() == 0 or not (value == value.flatten()[0]).all():
+        return value
+    return value.flatten()[0].item()
 
 
 def as_vocab_vector(value: Any, logits: Any) -> Tensor | None:

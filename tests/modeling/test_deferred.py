@@ -136,6 +136,14 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "classes first, permuted": lambda x: F.cross_entropy(
         (x / 2.0).permute(0, 2, 1).contiguous().float(), labels().view(B, S), reduction="none"
     ),
+    "classes first, swapped": lambda x: F.cross_entropy(x.swapaxes(1, -1), labels().view(B, S)),
+    "classes first, nll": lambda x: F.nll_loss(x.log_softmax(-1).transpose(1, 2), labels().view(B, S), reduction="none"),
+    "divided by equal numbers": lambda x: flat_loss(x / torch.full((B, 1, 1), 0.7).to(x.dtype)),
+    "divided by a tensor": lambda x: flat_loss(x / torch.tensor(0.7)),
+    "divided in place by equal numbers": lambda x: flat_loss(x.clone().div_(torch.full((S, 1), 0.7).to(x.dtype))),
+    "rows by a list": lambda x: flat_loss(x[[1, 0, -1]]),
+    "rows by a list and dots": lambda x: flat_loss(x[[1, 0], ...]),
+    "selected rows": lambda x: flat_loss(x.index_select(1, ROWS)),
     "nll of log_softmax": lambda x: F.nll_loss(F.log_softmax(x.view(-1, V), -1), labels()),
     "nll, class weights": lambda x: nn.NLLLoss(CLASS_WEIGHTS.to(x.dtype))(nn.LogSoftmax(-1)(x.view(-1, V)), labels()),
     "rows of a batch": lambda x: torch.stack([flat_loss(row) for row in x]),
@@ -227,6 +235,13 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
         (x / 1.3).gather(-1, cut(x, INDEX)[..., None])[:, 1:, 0] - (x[:, 1:] / 1.3).logsumexp(-1)
     ),
     "logits of entries": lambda x: x.gather(-1, several(cut(x, INDEX))).square(),
+    "logits of two ids": lambda x: x[..., [5, -17]].square(),
+    "logits of two ids at one position": lambda x: x[:, -1, torch.tensor([5, 17])].square(),
+    "logits of two ids in one row": lambda x: x[0, :, [5, 17]].square() + x[0, -1][[17, 5]],
+    "log-probabilities of two ids": lambda x: x.log_softmax(-1)[:, -1][:, [5, 17]].square(),
+    "logits of selected ids": lambda x: x.index_select(-1, ROWS).square(),
+    "sum": lambda x: x.sum() * x.sum(-1),
+    "sum of numbers": lambda x: x.nansum() + x[:1].detach().nansum(),
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
@@ -361,6 +376,14 @@ def test_statistics_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float
         assert (found[0] - plain[0]).abs().max() < exponent_rounding(16)
         found[0] = plain[0]
     assert_all_accurate(found, plain, exact, name, torch.bfloat16)
+
+
+def test_nansum_of_logits_with_nan() -> None:
+    hidden, weight = make_inputs(bias=False)
+    with torch.no_grad():
+        hidden[0, 0] = torch.nan
+    expected = F.linear(hidden, weight).nansum()
+    assert_accurate(lazy_logits(hidden, weight).nansum(), expected, expected, "sum")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -532,7 +555,7 @@ def doubled(x: Any) -> Any:
 # Each needs the logits, and the result must equal torch's bit for bit.
 MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: flat_loss(x.sub_(5.0).mul_(2.0)),
-    "divided in place by a tensor": lambda x: flat_loss(x.div_(torch.tensor(5.0))),
+    "divided in place by several numbers": lambda x: flat_loss(x.div_(torch.linspace(4, 5, S)[:, None])),
     "divided in place after a result": written(lambda x: (x.logsumexp(-1), x.div_(5.0))),
     "smoothed class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS, label_smoothing=0.1),
     "loss of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
@@ -557,7 +580,10 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "two tanh": lambda x: flat_loss(torch.tanh(torch.tanh(x))),
     "negative scale": lambda x: flat_loss(-1.0 * x),
     "zero scale": lambda x: flat_loss(x * 0.0),
-    "scale by a tensor": lambda x: flat_loss(x * torch.tensor(0.5)),
+    "scale by several numbers": lambda x: flat_loss(x * torch.linspace(0.5, 1, S)[:, None]),
+    "scale by equal numbers of a larger tensor": lambda x: flat_loss(x[:1] * torch.full((B, 1, 1), 0.5)),
+    "scale of each id": lambda x: flat_loss(x * torch.full((V,), 0.5)),
+    "trainable scale": lambda x: flat_loss(x * torch.tensor(0.5, requires_grad=True)),
     "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="floor").sum(),
     "bias after scale": lambda x: flat_loss(x * 2.0 + CLASS_WEIGHTS),
     "adapter": lambda x: flat_loss(x + torch.ones(B, S, V)),
@@ -567,13 +593,17 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "concatenated": lambda x: flat_loss(torch.cat([x, x], dim=0)),
     "where": lambda x: torch.where(MASK[..., None], x, 0.0),
     "every second entry": lambda x: x[..., ::2],
-    "entries by index": lambda x: x[:, :, ROWS],
-    "list": lambda x: x[[0, 1]],
+    "entries by index": lambda x: x[:, :, ROWS[None]],
+    "seventeen entries": lambda x: x[..., list(range(17))],
+    "entries of some rows": lambda x: x[ROWS, :, ROWS],
+    "list of rows and entries": lambda x: x[[0, 1], :, [2, 3]],
+    "one entry": lambda x: x[..., 3],
+    "list of booleans": lambda x: x[[True, False, False, True]],
     "mask of everything": lambda x: x[torch.ones(B, S, V, dtype=torch.bool)],
     "wrong view": lambda x: x.view(-1, 3),
     "logsumexp over tokens": lambda x: x.logsumexp(dim=1),
     "softmax": lambda x: x.softmax(-1),
-    "item": lambda x: x.sum().item(),
+    "item": lambda x: x.std().item(),
     "tolist": lambda x: x.tolist(),
     "transposed property": lambda x: x.mT,
     "numpy": lambda x: x.detach().numpy(),
