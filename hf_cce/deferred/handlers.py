@@ -29,7 +29,6 @@ from hf_cce.deferred.logit_statistics import (
 from hf_cce.deferred.operations import (
     Meaning,
     apply_ops,
-    as_number,
     as_vocab_vector,
     cast_targets,
     is_number,
@@ -229,7 +228,6 @@ def _records_writes(x: Any) -> bool:
 
 
 def _scale_in_place(name: str, x: Any, value: Any) -> Any:
-    value = as_number(value, x)
     if not is_number(value) or x.recipe.mask_ops() or not _records_writes(x):
         return NotImplemented
     op = (name, value)
@@ -251,7 +249,6 @@ def _mul(x: Any, other: Any) -> Any:
 
 
 def _scale(x: Any, name: str, value: Any) -> Any:
-    value = as_number(value, x)
     return _elementwise(x, (name, value)) if is_number(value) and not x.recipe.mask_ops() else NotImplemented
 
 
@@ -526,13 +523,6 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
     (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
-
-
-@implements("nansum")
-def _nansum(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sum as ``_sum`` does, if there is no NaN (KTO's metrics)."""
-    total = NotImplemented if torch.compiler.is_compiling() else _sum(x, *args, **kwargs)
-    return NotImplemented if total is NotImplemented or total.isnan().any() else total
 
 
 @implements("mean")

@@ -34,6 +34,7 @@ from hf_cce.deferred.lazy_tensor import (
 from hf_cce.deferred.operations import apply_ops
 from hf_cce.deferred.recipe import Recipe, SharedStorage
 from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.head_checks import transformed
 
 # Methods that give the address of a tensor to a kernel or another library
 _EXPOSE_MEMORY = {"data_ptr", "numpy", "__array__", "__dlpack__", "__cuda_array_interface__", "untyped_storage"}
@@ -90,7 +91,7 @@ class LazyLogits(LazyTensor):
         return self.shared_storage.is_modified or self.shared_storage.is_exposed
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.recipe.class_first and name not in CLASS_FIRST:
+        if (self.recipe.class_first and name not in CLASS_FIRST) or transformed():
             return NotImplemented
         return super()._call_handler(name, args, kwargs)
 
@@ -201,6 +202,11 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return storage.values
 
     def _materialize(self, why: str) -> Tensor:
+        if transformed():
+            raise RuntimeError(
+                "deferred logits of a training call were used under a transform of torch.func or in forward-mode AD; use the "
+                "result of outputs.logits.materialize(), called outside of it"
+            )
         if self.factors and self.shared_storage.values is None and not is_watched(self):
             return self._multiply_factors(why)
         values = self._materialize_values(why)

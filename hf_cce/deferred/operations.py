@@ -162,20 +162,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def as_number(value: Any, logits: Any) -> Any:
-    """Return ``value`` or, if it is a tensor of equal numbers such as verl's temperature of each token, [..., 1], this number."""
-    if not isinstance(value, Tensor) or type(value) is not Tensor or torch.compiler.is_compiling():
-        return value
-    shape, ndim = tuple(value.shape), logits.ndim
-    fits = len(shape) <= ndim and all(
-        n in (1, m) for n, m in zip(shape[::-1], (1, *logits.shape[-2::-1]), strict=False)
-    )
-    alike = torch.result_type(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), value) == logits.dtype
-    if value.requires_grad or not fits or not alike or value.numel() == 0 or not (value == value.flatten()[0]).all():
-        return value
-    return value.flatten()[0].item()
-
-
 def as_vocab_vector(value: Any, logits: Any) -> Tensor | None:
     """Return ``value`` as [V] if it is a floating-point tensor of V numbers on the device of ``logits`` [..., V], else None."""
     vocab_size = logits.shape[-1]

@@ -55,6 +55,7 @@ class Recipe:
     ops: tuple[Op, ...] = ()
     class_first: bool = False  # finally transposed from [B, S, V] to [B, V, S], as F.cross_entropy expects
     leaves: tuple[Tensor | None, ...] = ()
+    contiguous: bool = False  # the head's input was; with a bias, torch rounds 16-bit products of other layouts twice
     # To detect reads after optimizer.step(). Version counters do not show the changes of FSDP and DeepSpeed, so after a step of
     # any optimizer some entries of the weight are compared, which synchronizes; after an evaluation always, because an average of
     # the weights, or a merged adapter, may be exchanged through ``.data``.
@@ -98,7 +99,7 @@ class Recipe:
         leaves = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self.operands)
         versions, entries = tuple(map(version_of, leaves)), sample_of(self.weight)
         made = self.replace(leaves=leaves, aliases=[], versions=versions, step=OptimizerSteps.taken, entries=entries)
-        return made.with_operands(*leaves)
+        return made.with_operands(*leaves).replace(contiguous=self.hidden_states.is_contiguous())
 
     def without_operands(self) -> Recipe:
         return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
@@ -108,10 +109,7 @@ class Recipe:
         return self.replace(ops=(*self.ops, *ops), aliases=[])
 
     def build(self) -> Tensor:
-        hidden_states = self.hidden_states
-        if self.leaves and self.leaves[0].is_contiguous():  # type: ignore[union-attr]
-            # With a bias, torch rounds 16-bit products of other layouts twice
-            hidden_states = hidden_states.contiguous()
+        hidden_states = self.hidden_states.contiguous() if self.contiguous else self.hidden_states
         with self.call.unsharded(self.weight, self.bias), self.without_autocast():  # the recipe contains its casts
             made = apply_ops(self.ops, compute_logits(hidden_states, self.weight, self.bias, self.cast))
         return made.transpose(1, 2) if self.class_first else made

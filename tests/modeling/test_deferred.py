@@ -138,9 +138,6 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     ),
     "classes first, swapped": lambda x: F.cross_entropy(x.swapaxes(1, -1), labels().view(B, S)),
     "classes first, nll": lambda x: F.nll_loss(x.log_softmax(-1).transpose(1, 2), labels().view(B, S), reduction="none"),
-    "divided by equal numbers": lambda x: flat_loss(x / torch.full((B, 1, 1), 0.7).to(x.dtype)),
-    "divided by a tensor": lambda x: flat_loss(x / torch.tensor(0.7)),
-    "divided in place by equal numbers": lambda x: flat_loss(x.clone().div_(torch.full((S, 1), 0.7).to(x.dtype))),
     "rows by a list": lambda x: flat_loss(x[[1, 0, -1]]),
     "rows by a list and dots": lambda x: flat_loss(x[[1, 0], ...]),
     "selected rows": lambda x: flat_loss(x.index_select(1, ROWS)),
@@ -241,7 +238,6 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "log-probabilities of two ids": lambda x: x.log_softmax(-1)[:, -1][:, [5, 17]].square(),
     "logits of selected ids": lambda x: x.index_select(-1, ROWS).square(),
     "sum": lambda x: x.sum() * x.sum(-1),
-    "sum of numbers": lambda x: x.nansum() + x[:1].detach().nansum(),
     "smoothed": lambda x: smoothed(x, cut(x, INDEX)),
     "mean log-probability": lambda x: x.log_softmax(-1).mean(-1),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
@@ -376,14 +372,6 @@ def test_statistics_of_nearly_certain_tokens_in_bfloat16(name: str, scale: float
         assert (found[0] - plain[0]).abs().max() < exponent_rounding(16)
         found[0] = plain[0]
     assert_all_accurate(found, plain, exact, name, torch.bfloat16)
-
-
-def test_nansum_of_logits_with_nan() -> None:
-    hidden, weight = make_inputs(bias=False)
-    with torch.no_grad():
-        hidden[0, 0] = torch.nan
-    expected = F.linear(hidden, weight).nansum()
-    assert_accurate(lazy_logits(hidden, weight).nansum(), expected, expected, "sum")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -555,7 +543,7 @@ def doubled(x: Any) -> Any:
 # Each needs the logits, and the result must equal torch's bit for bit.
 MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: flat_loss(x.sub_(5.0).mul_(2.0)),
-    "divided in place by several numbers": lambda x: flat_loss(x.div_(torch.linspace(4, 5, S)[:, None])),
+    "divided in place by a tensor": lambda x: flat_loss(x.div_(torch.tensor(5.0))),
     "divided in place after a result": written(lambda x: (x.logsumexp(-1), x.div_(5.0))),
     "smoothed class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS, label_smoothing=0.1),
     "loss of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
@@ -580,10 +568,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "two tanh": lambda x: flat_loss(torch.tanh(torch.tanh(x))),
     "negative scale": lambda x: flat_loss(-1.0 * x),
     "zero scale": lambda x: flat_loss(x * 0.0),
-    "scale by several numbers": lambda x: flat_loss(x * torch.linspace(0.5, 1, S)[:, None]),
-    "scale by equal numbers of a larger tensor": lambda x: flat_loss(x[:1] * torch.full((B, 1, 1), 0.5)),
-    "scale of each id": lambda x: flat_loss(x * torch.full((V,), 0.5)),
-    "trainable scale": lambda x: flat_loss(x * torch.tensor(0.5, requires_grad=True)),
+    "scale by a tensor": lambda x: flat_loss(x * torch.tensor(0.5)),
     "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="floor").sum(),
     "bias after scale": lambda x: flat_loss(x * 2.0 + CLASS_WEIGHTS),
     "adapter": lambda x: flat_loss(x + torch.ones(B, S, V)),

@@ -381,6 +381,30 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
 }  # fmt: skip
 
 
+def sum_of_losses(logits: Any) -> Tensor:
+    return torch.vmap(lambda ids: F.cross_entropy(logits[0], ids))(batch()["input_ids"]).sum()
+
+
+def tangent(logits: Any) -> Tensor:
+    x = torch.tensor(2.0)
+    return torch.func.jvp(lambda x: (x * logits).logsumexp(-1).sum(), (x,), (x,))[1]
+
+
+def dual_tangent(logits: Any) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        factor = torch.autograd.forward_ad.make_dual(torch.tensor(0.7), torch.tensor(1.0))
+        return torch.autograd.forward_ad.unpack_dual((logits * factor).square().sum()).tangent
+
+
+@pytest.mark.parametrize("loss", [sum_of_losses, tangent, dual_tangent])
+def test_transform_after_the_call(loss: Callable[[Any], Tensor]) -> None:
+    """An error, not a lost tangent; with materialized logits as without hf_cce."""
+    model = twins()[1]
+    with pytest.raises(RuntimeError, match="under a transform of"):
+        loss(model(**batch()).logits)
+    check_equal(unchanged, lambda outputs: loss(getattr(outputs.logits, "materialize", lambda: outputs.logits)()))
+
+
 @pytest.mark.parametrize("view", [False, True])
 def test_compiled_hook_that_writes_to_logits(view: bool) -> None:
     """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
