@@ -96,6 +96,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run ``args.times`` processes; ``first_s`` is measured with an empty cache, ``later_s`` with a filled one."""
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        caches["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
         shape = map(str, args.shape)
         command = [sys.executable, "-m", "benchmarks.first", "--here", name, "--device", args.device, "--shape", *shape]
         runs = []
