@@ -24,7 +24,7 @@ Factor = Tensor | float  # [V], or one number for all vocabulary entries
 
 
 class Term(NamedTuple):
-    """factor ⊙ (hidden_states · weightᵀ)."""
+    """factor ⊙ (hidden_states · weightᵀ). It is not sliced: Dynamo of torch 2.8 cannot trace that."""
 
     hidden_states: Tensor  # [..., D]
     weight: Tensor  # [V, D]
@@ -45,7 +45,7 @@ class SumOfProducts(TensorProxy):
         cast: torch.dtype | None,
     ) -> None:
         self.terms, self.bias, self.dtype, self.call, self.cast = terms, bias, dtype, call, cast
-        hidden_states, weight = terms[0][:2]
+        hidden_states, weight = terms[0].hidden_states, terms[0].weight
         self.shape = torch.Size((*hidden_states.shape[:-1], weight.shape[0]))
         self.device = hidden_states.device
 
@@ -68,7 +68,7 @@ class SumOfProducts(TensorProxy):
         terms = [term for term in self.terms if isinstance(term.factor, Tensor) or term.factor != 0.0] or self.terms[:1]
         inputs: list[Tensor] = []
         weights: list[Tensor] = []
-        hidden_dtype, weight_dtype = (x.dtype for x in terms[0][:2])
+        hidden_dtype, weight_dtype = terms[0].hidden_states.dtype, terms[0].weight.dtype
         for term in terms:
             x, weight = term.hidden_states.to(hidden_dtype), term.weight
             if isinstance(term.factor, Tensor):
@@ -165,7 +165,7 @@ def _add_term(terms: tuple[Term, ...], new: Term) -> tuple[Term, ...]:
     """Append ``new`` to ``terms``, or add its factor to the term with the same input and weight (in DoRA, the head's own)."""
     for i, term in enumerate(terms):
         if term.hidden_states is new.hidden_states and term.weight is new.weight:
-            return (*terms[:i], Term(*term[:2], term.factor + new.factor), *terms[i + 1 :])
+            return (*terms[:i], Term(new.hidden_states, new.weight, term.factor + new.factor), *terms[i + 1 :])
     return (*terms, new)
 
 

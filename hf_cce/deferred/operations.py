@@ -74,7 +74,8 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
         kind, factor = kinds.get(", ".join(sorted((str(x.kind), str(y.kind))))), x.factor * y.factor
         form, logit_ops = x.form, x.logit_ops
     else:
-        first = next((i for i, name in enumerate(names) if name in ("softmax", "log_softmax")), len(ops))
+        # Not next(…, default), which Dynamo of torch 2.8 cannot trace
+        first = ([i for i, name in enumerate(names) if name in ("softmax", "log_softmax")] or [len(ops)])[0]
         kind = {"softmax": "p", "log_softmax": "log p"}[names[first]] if first < len(ops) else "z"
         factor, form, logit_ops = 1.0, closed_form(ops[:first]), ops[:first]
     for name, value in ops[first + 1 :]:

@@ -79,6 +79,8 @@ for v in (49_152, 50_257):
 
 def test_every_kernel_is_launched_and_serves_any_number_of_tokens() -> None:
     """Other batch lengths reuse compiled kernels: Triton specializes numbers by their alignment."""
+    if not hasattr(pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper"), "warpgroup_mma"):
+        pytest.skip("this Triton cannot translate the kernel for Hopper")
     assert aot.jitted_kernels() == set(python(LAUNCHES, interpreted=False).split())
 
 
