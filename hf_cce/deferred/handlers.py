@@ -428,12 +428,14 @@ def can_compute_log_probs(x: Any, index: Any = None) -> bool:
 
 def _statistics_of_ids(x: Any, ids: Tensor | None, result: Any, native: Any, **wanted: Any) -> tuple[Any, ...]:
     """Return ``result(LogProbs)`` for token ids [...] or None; ``native(z)`` computes the same from full logits z."""
-    return _fused_or_native(x, lambda r: result(compute_log_probs(r, ids, **wanted)), native)
+    return _fused_or_native(x, lambda r: result(compute_log_probs(r, ids, **wanted)), native, by_token=ids is None)
 
 
-def _fused_or_native(x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any) -> tuple[Any, ...]:
+def _fused_or_native(
+    x: Any, fused: Callable[[Recipe], tuple[Any, ...]], native: Any, by_token: bool = False
+) -> tuple[Any, ...]:
     """Return ``fused(recipe)``, counted as a fused loss; ``native(z)`` computes the same from full logits z."""
-    results = x._compute_fused(fused, lambda z: native(z.to(accumulation_dtype(z.dtype))))
+    results = x._compute_fused(fused, lambda z: native(z.to(accumulation_dtype(z.dtype))), by_token)
     if not x.recipe.call.labels:
         x.recipe.call.note_fused()
     # As cross entropy, float64 for float64 logits

@@ -306,6 +306,7 @@ class PendingLoss(NamedTuple):
     is_per_token: bool  # not summed over the tokens
 
 
+DENSE_GRAD_BYTES = 128 << 20  # of logits in float32 at a time, if their gradient is computed for some tokens at a time
 _ORIGIN = "hf_cce.origin"  # key of the metadata of a ``grad_fn``
 
 
@@ -553,7 +554,7 @@ class FusedResult(torch.autograd.Function):
     """Results computed from hidden states and weight instead of logits. The backward returns the gradient of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, compute: Any, native: Any) -> Any:
+    def forward(ctx: Any, logits: Any, compute: Any, native: Any, by_token: bool) -> Any:
         recipe, call = logits.recipe, logits.recipe.call
         with torch.enable_grad():
             results = compute(recipe)
@@ -563,7 +564,7 @@ class FusedResult(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.requires_grad))
         # Autograd frees saved tensors after the backward pass, and with them the graph behind the results
         ctx.save_for_backward(*results, *boundaries, *sources, *recipe.leaves, *recipe.operands)
-        ctx.meta, ctx.recipe, ctx.native = logits.meta, recipe.without_operands(), native
+        ctx.meta, ctx.recipe, ctx.native, ctx.by_token = logits.meta, recipe.without_operands(), native, by_token
         # Cloned, because Mixtral adds to its loss in place, which must not change the saved tensors
         return tuple(None if x is None else x.detach().clone() for x in results)
 
@@ -575,25 +576,36 @@ class FusedResult(torch.autograd.Function):
                 "or use the model without hf_cce (remove_cce)"
             )
         if all(grad is None for grad in grads):
-            return None, None, None
+            return None, None, None, None
         saved, native, (count, n) = ctx.saved_tensors, ctx.native, ctx.count
         results, boundaries, sources = saved[:count], saved[count : count + n], saved[count + n : -6]
         leaves, operands = saved[-6:-3], saved[-3:]
         used = [i for i, grad in enumerate(grads) if grad is not None]
-        recipe = ctx.recipe
+        recipe, shape = ctx.recipe, ctx.meta.shape
+        by_part = ctx.by_token and len(shape) > 1 and not recipe.class_first
 
         def dense_grad() -> Tensor:
             whole = recipe.with_operands(*operands).replace(leaves=leaves)
             whole.check_fresh()
-            logits = whole.build().detach().requires_grad_()
-            results = native(logits)
-            upstream = [grads[i].to(results[i].dtype) for i in used]
-            return torch.autograd.grad([results[i] for i in used], logits, upstream)[0]
+            if not by_part:
+                return gradient_of(whole, upstream)
+            hidden, n = whole.hidden_states.flatten(0, -2), whole.hidden_states.dim() - 1
+            parts = max(1, 4 * hidden.shape[0] * shape[-1] // DENSE_GRAD_BYTES)  # native(logits) are in float32
+            chunks = zip(hidden.chunk(parts), *(each.flatten(0, n - 1).chunk(parts) for each in upstream), strict=True)
+            made = [gradient_of(whole.with_operands(part, *operands[1:]), given) for part, *given in chunks]
+            return torch.cat(made).view(shape)
+
+        def gradient_of(part: Any, upstream: list[Tensor]) -> Tensor:
+            logits = part.build().detach().requires_grad_()
+            results = [native(logits)[i] for i in used]
+            return torch.autograd.grad(
+                results, logits, [g.to(x.dtype) for g, x in zip(upstream, results, strict=True)]
+            )[0]
 
         found, upstream = ([x[i] for i in used] for x in (results, grads))
-        is_per_token = found[0].dim() >= len(ctx.meta.shape) - 1
+        is_per_token = found[0].dim() >= len(shape) - 1
         loss = PendingLoss(found, upstream, boundaries, sources, leaves, recipe.call, is_per_token)
-        return LazyGrad.create(ctx.meta, ((loss, dense_grad),), None, recipe.call), None, None
+        return LazyGrad.create(ctx.meta, ((loss, dense_grad),), None, recipe.call), None, None, None
 
 
 class WrittenLogits(torch.autograd.Function):

@@ -161,9 +161,15 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         return self
 
     def _compute_fused(
-        self, compute: Callable[[Recipe], tuple[Any, ...]], native: Callable[[Tensor], tuple[Any, ...]]
+        self,
+        compute: Callable[[Recipe], tuple[Any, ...]],
+        native: Callable[[Tensor], tuple[Any, ...]],
+        by_token: bool = False,
     ) -> Any:
-        """Return ``compute(recipe)``, differentiable like ``native(logits)``, which computes the same from full logits."""
+        """Return ``compute(recipe)``, differentiable like ``native(logits)``, which computes the same from full logits.
+
+        With ``by_token``, ``native`` can compute the results of some tokens from their logits.
+        """
         self._check_fresh()
         self.has_results = True
         recipe = self.recipe
@@ -173,7 +179,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
                     return tuple(None if x is None else x.detach().clone() for x in compute(recipe))
             if any(x is not None and x.requires_grad for x in recipe.leaves):
                 recipe.call.has_fused_result = True
-                return FusedResult.apply(self, compute, native)
+                return FusedResult.apply(self, compute, native, by_token)
         return native(self._materialize("their gradient"))  # only the logits themselves require a gradient
 
     def _materialize_values(self, why: str) -> Tensor:
@@ -300,7 +306,7 @@ class LazyLogitsInGraph(LazyLogits, TensorProxy):
         new = LazyLogitsInGraph(change(self.recipe))
         return new if torch.is_grad_enabled() else new._detached()
 
-    def _compute_fused(self, compute: Any, native: Any) -> Any:
+    def _compute_fused(self, compute: Any, native: Any, by_token: bool = False) -> Any:
         self._check_fresh()
         with self.recipe.without_autocast():
             return compute(self.recipe)
