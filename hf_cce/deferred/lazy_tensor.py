@@ -597,10 +597,9 @@ class FusedResult(torch.autograd.Function):
 
         def gradient_of(part: Any, upstream: list[Tensor]) -> Tensor:
             logits = part.build().detach().requires_grad_()
-            results = [native(logits)[i] for i in used]
-            return torch.autograd.grad(
-                results, logits, [g.to(x.dtype) for g, x in zip(upstream, results, strict=True)]
-            )[0]
+            results = native(logits)
+            grads = [grad.to(results[i].dtype) for i, grad in zip(used, upstream, strict=True)]
+            return torch.autograd.grad([results[i] for i in used], logits, grads)[0]
 
         found, upstream = ([x[i] for i in used] for x in (results, grads))
         is_per_token = found[0].dim() >= len(shape) - 1
