@@ -149,7 +149,7 @@ def _index(x: Any, key: Any) -> Any:
         rows = torch.broadcast_tensors(*rows)
         if rows[0].shape != ids.shape:  # several ids of a token, which would be computed once for each
             return NotImplemented
-        ids = torch.where(ids < 0, ids + x.shape[-1], ids).long().unsqueeze(-1)
+        ids = _from_start(ids, x.shape[-1]).long().unsqueeze(-1)
         part = _apply_to_token_dims(x, lambda z: z[rows])
         found = _gather(part, -1, ids)
         if found is NotImplemented:
@@ -161,7 +161,7 @@ def _index(x: Any, key: Any) -> Any:
         return NotImplemented
     tokens, part = split
     if isinstance(part, Tensor):  # a copy in torch, unlike a single id or a slice
-        chosen, ids = _index(x, tokens), torch.where(part < 0, part + x.shape[-1], part).to(x.device)
+        chosen, ids = _index(x, tokens), _from_start(part, x.shape[-1]).to(x.device)
         return _gather(chosen, -1, ids.expand(*chosen.shape[:-1], -1))
     if part is None:
         copies = any(isinstance(each, Tensor) for each in tokens)
@@ -178,6 +178,11 @@ def _index(x: Any, key: Any) -> Any:
 @implements("index_select")
 def _index_select(x: Any, dim: Any, index: Tensor) -> Any:
     return _index(x, (*[slice(None)] * (dim % x.ndim), index, ...))
+
+
+def _from_start(ids: Tensor, size: int) -> Tensor:
+    """Return ids in [−size, size), the negative ones counted from the end, as ids in [0, size)."""
+    return torch.where(ids < 0, ids + size, ids)
 
 
 def _is_ids(key: Any) -> bool:
@@ -500,7 +505,7 @@ def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
     """Like ``_gather``, but ids from -V to -1 count from the end."""
     if dim is None or not isinstance(indices, Tensor):
         return NotImplemented
-    return _gather(x, dim, torch.where(indices < 0, indices + x.shape[dim], indices))
+    return _gather(x, dim, _from_start(indices, x.shape[dim]))
 
 
 @implements("sum")

@@ -312,9 +312,7 @@ def test_adapters_on_the_head_compile(name: str) -> None:
         model.compile(backend=counter)
         for _ in range(3):
             output = model(**inputs)
-    graphs_more = 1 if torch.__version__ >= (2, 9) else 10  # torch 2.8 cannot trace more of PEFT's and our code
-    assert counters[1].frame_count <= counters[0].frame_count + graphs_more
-    assert stats(patched).traced and output.logits is None
+    assert counters[1].frame_count <= counters[0].frame_count + 1 and stats(patched).traced and output.logits is None
     assert_same_training(patched, plain, inputs, reference=reference)
 
 
