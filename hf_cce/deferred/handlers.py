@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.deferred.lazy_tensor import LazyTensor, is_watched
+from hf_cce.deferred.lazy_tensor import LazyTensor, is_watched, version_of
 from hf_cce.deferred.logit_statistics import (
     NO_LABEL,
     compute_log_probs,
@@ -25,6 +25,7 @@ from hf_cce.deferred.logit_statistics import (
     gather_logits,
     is_one_of_many,
     note_gathered_rows,
+    note_subtraction,
 )
 from hf_cce.deferred.operations import (
     Meaning,
@@ -288,7 +289,9 @@ def _normalize(name: str, x: Any, dim: Any = None, _stacklevel: Any = 3, dtype: 
     """Record softmax or log_softmax over the vocabulary; under autocast, cast the logits to float32 first, as torch does."""
     if isinstance(_stacklevel, torch.dtype):  # third argument of torch.softmax and of the method, unlike F.softmax
         dtype = _stacklevel
-    if dim not in (-1, x.ndim - 1) or x.recipe.meaning.kind != "z" or x.recipe.mask_ops():
+    found = x.recipe.meaning
+    known = found.kind == "z" or (found.kind == "log p" and found.factor == 1.0)
+    if not known or dim not in (-1, x.ndim - 1) or x.recipe.mask_ops():
         return NotImplemented
     if dtype is None and torch.is_autocast_enabled(x.device.type):
         dtype = getattr(torch.zeros(1, dtype=x.dtype, device=x.device), name)(-1).dtype
@@ -299,9 +302,49 @@ HANDLERS["exp"] = lambda x: _record_on_distribution(x, "exp", "log p")
 HANDLERS["log"] = lambda x: _record_on_distribution(x, "log", "p")
 
 
-def _record_on_distribution(x: Any, name: str, kind: str) -> Any:
+def _record_on_distribution(x: Any, name: str, kind: str, value: Any = None) -> Any:
     known = x.recipe.meaning.kind == kind and x.recipe.meaning.factor == 1.0
-    return _elementwise(x, (name, None), nonlinear=True) if known else NotImplemented
+    return _elementwise(x, (name, value), nonlinear=True) if known else NotImplemented
+
+
+@implements("clamp")
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Record log-probabilities without minus infinity, as in the entropy of ``Categorical``."""
+    known = max is None and is_number(min) and min == torch.finfo(x.dtype).min
+    return _record_on_distribution(x, "clamp", "log p", min) if known else NotImplemented
+
+
+@implements("sub", "subtract", "__sub__")
+def _subtract(x: Any, other: Any) -> Any:
+    """Record ``x - x.logsumexp(-1, keepdim=True)``, as in ``torch.distributions.Categorical``, as log_softmax."""
+    lse, version = x.shared_storage.logsumexp or (None, None)
+    if lse is None or not isinstance(other, Tensor) or isinstance(other, LazyTensor):
+        return NotImplemented
+    layout = (lse.data_ptr(), (*lse.shape, 1), lse.stride(), lse.dtype, version)
+    same = layout == (other.data_ptr(), other.shape, other.stride()[:-1], other.dtype, version_of(other))
+    alike = not torch.is_grad_enabled() or x.requires_grad == (other.grad_fn is not None)
+    if not same or not alike or any(map(is_watched, (other, other._base))):
+        return NotImplemented
+    made = _normalize("log_softmax", x, -1, dtype=other.dtype)
+    if made is not NotImplemented:
+        made.shared_storage.logsumexp = lse, version
+        note_subtraction(x.recipe)
+    return made
+
+
+@implements("eq", "__eq__")
+def _is_not_nan(x: Any, other: Any) -> Any:
+    """Answer ``x == x``, by which distributions check log-probabilities: some are NaN unless the logsumexp is finite."""
+    lse, _ = x.shared_storage.logsumexp or (None, None)
+    if other is not x or lse is None or x.recipe.meaning.kind != "log p":
+        return NotImplemented
+    return lse.isfinite().unsqueeze(-1).expand(x.shape)
+
+
+@implements("rbroadcast_tensors")
+def _broadcast_to(x: Any, other: Any) -> Any:
+    """Broadcast a tensor to the shape of these logits, as ``Categorical.log_prob`` does with token ids."""
+    return (other.expand(x.shape), x) if torch.broadcast_shapes(other.shape, x.shape) == x.shape else NotImplemented
 
 
 def _product(x: Any, other: Any) -> Any:
@@ -354,7 +397,8 @@ def _loss(
     If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
-    found = _meaning_of(x, "z" if name == "cross_entropy" else "log p")
+    kinds = ("z", "log p") if name == "cross_entropy" else ("log p",)  # log_softmax of log p is log p
+    found = _meaning_of(x, *kinds)
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
     known = known and isinstance(target, Tensor) and not target.is_floating_point()
     if not known or x.ndim != 2 + x.recipe.class_first or target.shape != (x.shape[0], *x.shape[2:]):
@@ -458,6 +502,8 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
         return NotImplemented
     native = lambda z: (z.logsumexp(-1),)  # noqa: E731
     (found,) = _statistics_of_ids(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
+    if not torch.compiler.is_compiling():
+        x.shared_storage.logsumexp = found.detach(), version_of(found)
     return found.unsqueeze(-1) if keepdim else found
 
 

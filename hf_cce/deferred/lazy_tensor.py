@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from hf_cce.sharded import as_replicated, full_logits, is_dtensor
 from hf_cce.spec import accumulation_dtype
 
-_COMMUTATIVE = {"add", "mul", "multiply"}
+# Handlers of operations whose second argument is the lazy tensor, by the name of the operation
+_REFLECTED = {"add": "add", "mul": "mul", "multiply": "mul", "broadcast_tensors": "rbroadcast_tensors"}
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # other names that torch accepts
 # Properties that read the values of a tensor. All other properties, and the methods in _METADATA_METHODS, need only metadata.
 _VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
@@ -100,8 +101,8 @@ class LazyTensor:
         result = NotImplemented
         if isinstance(first, LazyTensor):
             result = first._call_handler(name, args[1:], kwargs)
-        elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _COMMUTATIVE:
-            result = args[1]._call_handler(name, (first,), kwargs)
+        elif len(args) == 2 and isinstance(args[1], LazyTensor) and name in _REFLECTED:
+            result = args[1]._call_handler(_REFLECTED[name], (first,), kwargs)
         if result is NotImplemented:
             if torch.compiler.is_compiling():
                 return func(*materialize_all(args, name), **materialize_all(kwargs, name))

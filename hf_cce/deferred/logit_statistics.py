@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,7 @@ class Pass(NamedTuple):
 
     origin: Origin
     found: LogProbs
+    is_subtracted: bool = False  # the logsumexp was subtracted from the logits, so log p may be computed in this way
     split: Any = None  # the split of the logits whose parts share this pass; each part writes its own labels
     parts: set[int] | None = None  # indices of the parts that have written their labels
 
@@ -122,6 +124,9 @@ def compute_log_probs(r: Recipe, ids: Tensor | None, **wanted: Any) -> LogProbs:
     is_part = is_one_of_many(r) and {name for name, value in wanted.items() if value} <= {"logsumexp", "entropy"}
     if ids is not None:
         found = _log_probs_of_part(r, ids, wanted.get("entropy", False)) if is_part else None
+        if found is None and _can_label(r, wanted):
+            r.call.last_pass.origin.has_labels = True
+            found = _with_labels(r, r.call.last_pass, ids, lambda x: x)
         return _pass_over_head(r, ids, wanted) if found is None else found
     # For one gradient with gathered logits of the same or of a larger tensor, see ``Origin.merge``
     gathered = r.call.gathered if wanted.get("logsumexp") and torch.is_grad_enabled() else None
@@ -158,12 +163,9 @@ def is_one_of_many(r: Recipe) -> bool:
 
 
 def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None:
-    """Return the statistics of one part from a pass over all of them; None if its labels were written before.
-
-    Only the backward pass needs the labels, so each part writes its own when they are known.
-    """
+    """Return the statistics of one part from a pass over all of them; None if its labels were written before."""
     (parent, op), (how, index), call = r.part_of, r.split, r.call  # type: ignore[misc]
-    whole, ids = parent.replace(ops=r.ops), ids.to(r.hidden_states.device)
+    whole = parent.replace(ops=r.ops)
     identity, made = _identity(whole), None
     for each in call.shared_passes:
         if each.split == how and _is_same(each.origin.identity[:4], identity[:4]):
@@ -172,21 +174,39 @@ def _log_probs_of_part(r: Recipe, ids: Tensor, entropy: bool) -> LogProbs | None
             if index not in each.parts and not (entropy and each.found.entropy is None):
                 made = each
     if made is None:
-        labels = torch.zeros(whole.hidden_states.shape[:-1], dtype=torch.long, device=ids.device)
+        labels = torch.zeros(whole.hidden_states.shape[:-1], dtype=torch.long, device=r.hidden_states.device)
         _pass_over_head(whole, labels, {"logsumexp": True, "entropy": entropy})
         made = call.last_pass = call.last_pass._replace(split=how, parts=set())
         call.shared_passes.append(made)
     made.parts.add(index)
-    valid, found = ids != NO_LABEL, made.found
+    return _with_labels(r, made, ids, lambda x: op(x.unsqueeze(-1)).squeeze(-1))
+
+
+def _can_label(r: Recipe, wanted: dict[str, Any]) -> bool:
+    """Return True if the last pass has what is ``wanted`` of these logits, but no labels yet."""
+    last = r.call.last_pass
+    if last is None or not last.is_subtracted or last.origin.has_labels or not torch.is_grad_enabled():
+        return False
+    known = all(getattr(last.found, name) is not None for name, is_wanted in wanted.items() if is_wanted)
+    return known and not is_dtensor(r.weight) and _is_same(last.origin.identity, _identity(r))
+
+
+def note_subtraction(r: Recipe) -> None:
+    """Let log-probabilities of these logits, less their logsumexp, come from the pass that has computed the logsumexp."""
+    last = r.call.last_pass
+    if last is not None and _is_same(last.origin.identity, _identity(r)):
+        r.call.last_pass = last._replace(is_subtracted=True)
+
+
+def _with_labels(r: Recipe, made: Pass, ids: Tensor, part: Callable[[Tensor], Tensor]) -> LogProbs:
+    """Write the labels ``ids`` of a ``part`` of the tokens into a pass: only its backward pass needs them."""
+    ids, lse = ids.to(r.hidden_states.device), cast(Tensor, made.found.logsumexp)
+    valid = ids != NO_LABEL
     labels = ids.masked_fill(~valid, 0)
-
-    def part(x: Tensor) -> Tensor:
-        return op(x.unsqueeze(-1)).squeeze(-1)
-
     with torch.no_grad():  # .data: autograd need not know
-        logits = _products_of_ids(r, labels.unsqueeze(-1), found.logsumexp.dtype).squeeze(-1)
+        logits = _products_of_ids(r, labels.unsqueeze(-1), lse.dtype).squeeze(-1)
         part(made.origin.labels.data).copy_(labels)
-        part(found.log_probs.data).copy_(logits - part(found.logsumexp))
+        part(made.found.log_probs.data).copy_(logits - part(lse))
     parts = (x if x is None else part(x).where(valid, 0) for x in _results(r, made))
     return LogProbs(*parts)  # type: ignore[arg-type]
 
@@ -204,8 +224,10 @@ def _pass_over_head(r: Recipe, ids: Tensor | None, wanted: dict[str, Any]) -> Lo
             wanted["entropy"], owner.expects_entropy = owner.expects_entropy, False  # until it is asked for again
         if ids is None and last is not None and last.found.logsumexp is not None:
             wanted["logsumexp"] = True  # as in ``last``, in whose place this pass is reused
-        labels = torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long) if ids is None else ids
-        labels = labels.to(r.hidden_states.device)
+        device = r.hidden_states.device
+        labels = (
+            torch.zeros(r.hidden_states.shape[:-1], dtype=torch.long, device=device) if ids is None else ids.to(device)
+        )
         found = linear_log_probs(labels=labels, ignore_index=NO_LABEL, **r.loss_arguments(), **wanted)
         last = Pass(Origin(identity, labels, ids is not None), found)
         if torch.is_grad_enabled() and r.leaves:

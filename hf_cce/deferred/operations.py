@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 # On logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("mask", (token ids, number)). Distributions:
-# ("softmax" | "log_softmax", None), then ("exp" | "log", None); or ("product", (ops, ops)), the product of two results.
+# ("softmax" | "log_softmax", None), then those of ``_NEXT``; or ("product", (ops, ops)), the product of two results.
 Op = tuple[str, Any]
+# What an operation makes of a distribution
+_NEXT = {
+    ("log p", "exp"): "p",
+    ("p", "log"): "log p",
+    ("log p", "softmax"): "p",
+    ("log p", "log_softmax"): "log p",
+    ("log p", "clamp"): "finite log p",
+}
 
 
 def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
@@ -58,7 +66,7 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
 class Meaning(NamedTuple):
     """Result of ``ops`` on the output of a head: ``factor`` times logits z or, with p = softmax(z), times p, log p, …"""
 
-    kind: str | None  # "z", "p", "log p", "p log p", "p z"; None for anything else
+    kind: str | None  # "z", "p", "log p", "finite log p", "p log p", "p z"; None for anything else
     factor: float  # always 1 for "z"
     form: tuple[float, float | None] | None  # the ``closed_form`` of the logits
     logit_ops: tuple[Op, ...]  # those that compute z
@@ -70,7 +78,7 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
     if "product" in names:
         first = names.index("product")
         x, y = (meaning(ops[:first] + each) for each in ops[first][1])
-        kinds = {"log p, p": "p log p", "p, z": "p z"} if x.form == y.form else {}
+        kinds = {"log p, p": "p log p", "finite log p, p": "p log p", "p, z": "p z"} if x.form == y.form else {}
         kind, factor = kinds.get(", ".join(sorted((str(x.kind), str(y.kind))))), x.factor * y.factor
         form, logit_ops = x.form, x.logit_ops
     else:
@@ -81,10 +89,8 @@ def meaning(ops: tuple[Op, ...]) -> Meaning:
     for name, value in ops[first + 1 :]:
         if name in ("mul", "div") and value != 0:
             factor = factor * value if name == "mul" else factor / value
-        elif name in ("exp", "log") and factor == 1.0:
-            kind = {("log p", "exp"): "p", ("p", "log"): "log p"}.get((str(kind), name))
         elif name != "to":
-            kind = None
+            kind = _NEXT.get((str(kind), name)) if factor == 1.0 else None
     return Meaning(kind, factor, form, logit_ops)
 
 

@@ -32,6 +32,7 @@ class SharedStorage:
         self.in_graph = in_graph
         self.is_exposed = False  # a kernel or NumPy has got the address of ``values``, and may write there at any time
         self.known: list[tuple[Tensor, Tensor]] = []  # (token ids [..., K], values that were returned for them)
+        self.logsumexp: tuple[Tensor, int | None] | None = None  # the one [...] returned last, and its version
 
     @property
     def is_modified(self) -> bool:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from models import VOCAB_SIZE, KeepFloat64, logits_made
 from numerics import assert_accurate, assert_all_accurate, exponent_rounding
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from hf_cce.config import CCEConfig
 from hf_cce.deferred import lazy_tensor, logit_statistics
@@ -141,6 +142,7 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "rows by a list": lambda x: flat_loss(x[[1, 0, -1]]),
     "rows by a list and dots": lambda x: flat_loss(x[[1, 0], ...]),
     "selected rows": lambda x: flat_loss(x.index_select(1, ROWS)),
+    "of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
     "nll of log_softmax": lambda x: F.nll_loss(F.log_softmax(x.view(-1, V), -1), labels()),
     "nll, class weights": lambda x: nn.NLLLoss(CLASS_WEIGHTS.to(x.dtype))(nn.LogSoftmax(-1)(x.view(-1, V)), labels()),
     "rows of a batch": lambda x: torch.stack([flat_loss(row) for row in x]),
@@ -247,6 +249,18 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "entropy of a copied part": lambda x: (lambda log_p: -(log_p.exp() * log_p).sum(-1))(
         x.log_softmax(-1)[:, 1:].contiguous()
     ),
+    "log-probabilities by subtraction": lambda x: (x - x.logsumexp(-1)[..., None]).gather(-1, cut(x, INDEX)[..., None]),
+    "log-probabilities by subtraction under no_grad": lambda x: torch.no_grad()(
+        lambda: x.sub(x.logsumexp(-1, keepdim=True)).gather(-1, cut(x, INDEX)[..., None])
+    )(),
+    "a distribution": lambda x: (lambda d: d.log_prob(cut(x, INDEX)) * 2 - d.entropy())(Categorical(logits=x)),
+    "a distribution, twice": lambda x: (lambda d: d.log_prob(cut(x, INDEX)) + 2 * d.log_prob(V - 1 - cut(x, INDEX)))(
+        Categorical(logits=x)
+    ),
+    "a distribution's probabilities": lambda x: Categorical(logits=x).probs.gather(-1, cut(x, INDEX)[..., None]),
+    "a distribution's most likely": lambda x: Categorical(logits=x).mode,
+    "a distribution's mean log-probability": lambda x: Categorical(logits=x).logits.mean(-1),
+    "entropy of log-probabilities": lambda x: (lambda y: -(y.softmax(-1) * y.log_softmax(-1)).sum(-1))(x.log_softmax(-1)),
     "entropy by logarithm": lambda x: (lambda p: (p * p.log()).sum(-1))(x.softmax(-1)),
     "entropy by pieces": by_pieces,
     "entropy by logsumexp": lambda x: torch.logsumexp(x, -1) - (F.softmax(x, -1) * x).sum(-1),
@@ -326,8 +340,8 @@ NEARLY_CERTAIN: dict[str, Callable[[Any], Tensor]] = {
     "two views": lambda z: z[:, :].gather(-1, INDEX[..., None])[..., 0] - z[:, :].logsumexp(-1),
     "maximum": lambda z: z.max(-1).values - z.logsumexp(-1),
     "entropy": verl_entropy,
-    # The next four compute full logits
-    "a distribution": lambda z: torch.distributions.Categorical(logits=z).log_prob(INDEX),
+    "a distribution": lambda z: Categorical(logits=z).log_prob(INDEX),
+    # The next three compute full logits
     "many ids": lambda z: z.gather(-1, several(INDEX).repeat(1, 1, 10))[..., 0] - z.logsumexp(-1),
     "logsumexp, then the maximum": lambda z: -z.logsumexp(-1) + z.amax(-1),
     "logsumexp of a token": lambda z: torch.stack(
@@ -551,7 +565,11 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "divided in place by a tensor": lambda x: flat_loss(x.div_(torch.tensor(5.0))),
     "divided in place after a result": written(lambda x: (x.logsumexp(-1), x.div_(5.0))),
     "smoothed class weights": lambda x: flat_loss(x, weight=CLASS_WEIGHTS, label_smoothing=0.1),
-    "loss of log-probabilities": lambda x: flat_loss(x.log_softmax(-1)),
+    "loss of scaled log-probabilities": lambda x: flat_loss(x.log_softmax(-1) / 2.0),
+    "log-probabilities, bounded": lambda x: x.log_softmax(-1).clamp(min=-9.0),
+    "log-probabilities, bounded above": lambda x: x.log_softmax(-1).clamp(torch.finfo(x.dtype).min, -1.0).sum(-1),
+    "log-probabilities without minus infinity": lambda x: x.log_softmax(-1).clamp(torch.finfo(x.dtype).min).sum(-1),
+    "equal log-probabilities": lambda x: x.log_softmax(-1) == x.log_softmax(-1),
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), labels()),
     "vocabulary slice of a distribution": lambda x: x.softmax(-1)[..., 3:20],
     "softmax over tokens": lambda x: x.softmax(1),
@@ -667,6 +685,38 @@ def test_other_operations_materialize(name: str, dtype: torch.dtype) -> None:
         assert_accurate(actual, expected, expected, name)
     else:
         assert torch.equal(torch.as_tensor(actual), torch.as_tensor(expected))
+
+
+# Not log_softmax, although a logsumexp is subtracted
+OTHER_DIFFERENCES: dict[str, Callable[[Any], Any]] = {
+    "less the logsumexp of others": lambda x: (x - (x / 2.0).logsumexp(-1, keepdim=True)).square(),
+    "less the logsumexp, detached": lambda x: (x - x.logsumexp(-1, keepdim=True).detach()).square(),
+    "less the logsumexp as a leaf": lambda x: (x - x.logsumexp(-1, keepdim=True).detach().requires_grad_()).square(),
+    "less the logsumexp with a hook": lambda x: (x - doubled(x.logsumexp(-1))[..., None]).square(),
+    "detached, less the logsumexp": lambda x: (x.detach() - x.logsumexp(-1, keepdim=True)).square(),
+    "less the logsumexp of other tokens": lambda x: x[:, 1:] - x.logsumexp(-1, keepdim=True)[:, :-1],
+    "less the logsumexp under no_grad": lambda x: x - torch.no_grad()(lambda: x.logsumexp(-1, keepdim=True))(),
+    "less a changed logsumexp": torch.no_grad()(lambda x: x - x.logsumexp(-1, keepdim=True).add_(1.0)),
+    "a distribution of three rows": lambda x: Categorical(logits=x[:3]).expand((2, 3, S)).log_prob(INDEX[:3]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DIFFERENCES)
+def test_differences_that_need_full_logits(name: str) -> None:
+    use_logits = OTHER_DIFFERENCES[name]
+    actual, grads, call = run_on_logits(use_logits, torch.float32, True)
+    assert call.stats.materialized > 0
+    expected, exact = run_on_logits(use_logits, torch.float32, False), run_in_float64(use_logits)
+    assert_accurate(actual, expected[0], exact[0], name)
+    assert_all_accurate(grads, expected[1], exact[1], f"{name}: gradient")
+
+
+def test_distributions_reject_nan() -> None:
+    hidden, weight = make_inputs(bias=False)
+    hidden = hidden.detach().index_fill(0, torch.tensor(1), math.nan).requires_grad_()
+    for head in (F.linear, lazy_logits):
+        with pytest.raises(ValueError, match="invalid values"):
+            Categorical(logits=head(hidden, weight))
 
 
 RECORDED_OPS: dict[str, Callable[[Any], Any]] = {

@@ -45,7 +45,7 @@ from hf_cce.head_checks import output_embeddings, why_not_read
 from hf_cce.patches.causal_lm import patch_of
 
 
-@pytest.mark.parametrize("form", ["log_softmax", "logsumexp"])
+@pytest.mark.parametrize("form", ["log_softmax", "logsumexp", "distribution"])
 def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(form: str, spy: Any) -> None:
     passes, model = spy(logit_statistics, "linear_log_probs"), tiny_llama()
     exact, plain, patched = copy.deepcopy(model).double(), copy.deepcopy(model), apply_cce(model)
@@ -53,13 +53,18 @@ def test_log_probabilities_and_entropies_take_one_pass_from_the_second_step_on(f
 
     def loss_and_gradients(model: Any, with_entropy: bool) -> list[torch.Tensor]:
         z = model(input_ids=ids).logits[:, :-1]
+        distribution = torch.distributions.Categorical(logits=z) if form == "distribution" else None
         if form == "log_softmax":
             log_p = z.log_softmax(-1)
             loss = log_p.gather(-1, ids[:, 1:, None]).mean()
+        elif distribution is not None:
+            loss = distribution.log_prob(ids[:, 1:]).mean()
         else:
             loss = z.gather(-1, ids[:, 1:, None]).mean() - torch.stack([row.logsumexp(-1) for row in z]).mean()
         if with_entropy and form == "log_softmax":
             loss = loss + 0.1 * (log_p.exp() * log_p).sum(-1).mean()
+        elif with_entropy and distribution is not None:
+            loss = loss - 0.1 * distribution.entropy().mean()
         elif with_entropy:
             loss = loss - 0.1 * (z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)).mean()
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]

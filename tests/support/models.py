@@ -226,10 +226,15 @@ class _Spy(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             is_lazy_or_meta = isinstance(value, (LazyTensor, LazyGrad)) or (isinstance(value, Tensor) and value.is_meta)
-            large = isinstance(value, Tensor) and not is_lazy_or_meta and value.numel() >= self.tokens * VOCAB_SIZE
+            large = isinstance(value, Tensor) and not is_lazy_or_meta and _in_memory(value) >= self.tokens * VOCAB_SIZE
             if large and VOCAB_SIZE in value.shape and tuple(value.shape) not in self.excluded_shapes:
                 self.seen.append(f"{func} made {tuple(value.shape)}")
         return result
+
+
+def _in_memory(x: Tensor) -> int:
+    """Return the number of entries of ``x``, counting those once that share memory, as after ``expand``."""
+    return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0)
 
 
 @contextmanager
