@@ -62,6 +62,18 @@ class TeacherTopK(NamedTuple):
     tail: Tail = "lump"
 
 
+class Options(NamedTuple):
+    """The options of ``divergences`` beside ``CCEConfig``."""
+
+    beta: float  # 0 for the forward KL, 1 for the reverse KL
+    temperature: float
+    reduction: Reduction = "none"
+    num_items_in_batch: Tensor | int | float | None = None
+    entropy: bool = False  # also return the student's entropy
+    # All tokens will have the same upstream gradient. If they do not, the result is right, but takes longer.
+    summed: bool = True
+
+
 @_disable_dynamo  # unlike torch.compiler.disable, it keeps the types of the arguments
 def linear_divergence(
     student_hidden: Tensor,
@@ -129,8 +141,8 @@ def linear_divergence(
         raise ValueError(f"temperature must be positive, got {temperature}")
     student = TeacherHead(student_hidden, student_weight, student_bias, logit_scale, softcap)
     beta_of_kind = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": float(beta)}[kind]
-    options: Any = {"summed": reduction != "none", "reduction": reduction, "num_items_in_batch": num_items_in_batch}
-    return divergences(student, teacher, beta_of_kind, float(temperature), mask, config, **options)[0]
+    options = Options(beta_of_kind, float(temperature), reduction, num_items_in_batch, summed=reduction != "none")
+    return divergences(student, teacher, options, mask, config)[0]
 
 
 class Divergence(torch.autograd.Function):
@@ -226,20 +238,12 @@ def _of_rows(
 def divergences(
     student: TeacherHead,
     teacher: TeacherHead | TeacherTopK | Tensor,
-    beta: float,
-    temperature: float,
+    options: Options,
     mask: Tensor | None,
     config: CCEConfig | None,
-    entropy: bool = False,
-    summed: bool = True,
-    reduction: Reduction = "none",
-    num_items_in_batch: Tensor | int | float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (divergence [...] or reduced, student entropy [...] without gradient or None).
-
-    β is 0 for the forward KL, 1 for the reverse KL. ``summed``: all tokens will have the same upstream gradient; if they do not,
-    the result is right, but takes longer.
-    """
+    """Return (divergence [...] or reduced, student entropy [...] without gradient or None)."""
+    beta, temperature, reduction, num_items_in_batch, entropy, summed = options
     config, x = checks.check_config(config), student.hidden_states
     head, flat = _prepare_head(student, "student_", temperature), _prepare_mask(mask, x)
     n, dtype, device = len(head.hidden), head.hidden.dtype, head.hidden.device

@@ -61,15 +61,28 @@ def log_mixture(ps, pt, beta):
 
 
 @triton.jit
-def slope(log_ps, log_pt, offset, beta, KIND: tl.constexpr):
-    """Return the derivative of a row's divergence w.r.t. the student's logits; ``offset`` is not used if KIND is 0."""
-    ps = tl.exp(log_ps)
+def terms_of(log_ps, log_pt, beta, KIND: tl.constexpr):
+    """Return the terms of the divergence, and their derivatives with respect to log p of the student."""
+    ps, pt = tl.exp(log_ps), tl.exp(log_pt)
     if KIND == 0:
-        found = ps - tl.exp(log_pt)
+        terms, derivatives = weighted(pt, log_pt - log_ps), -pt
     elif KIND == 1:
-        found = weighted(ps, log_ps - log_pt - offset)
+        terms = weighted(ps, log_ps - log_pt)
+        derivatives = terms
     else:
-        found = (1.0 - beta) * weighted(ps, log_ps - log_mixture(ps, tl.exp(log_pt), beta) - offset)
+        log_m = log_mixture(ps, pt, beta)
+        derivatives = (1.0 - beta) * weighted(ps, log_ps - log_m)
+        terms = derivatives + beta * weighted(pt, log_pt - log_m)
+    return terms, derivatives
+
+
+@triton.jit
+def _normalizer(row, start, shift, lse, num_parts, lse_stride, vocab_size, logit_scale, softcap, BLOCK: tl.constexpr):
+    """Return (largest logit, logsumexp less it) of a row, from the logsumexps of parts of the vocabulary if there are any."""
+    if lse is not None:
+        found = largest_and_log_total(lse + row, None, num_parts, None, None, BLOCK, None, lse_stride)
+    else:
+        found = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK, shift)
     return found
 
 
@@ -81,10 +94,13 @@ def _log_probs(start, shift, cols, vocab_size, logit_scale, softcap, largest, lo
 
 @triton.jit
 def _store_gradient(
-    start, shift, out, cols, log_ps, log_pt, offset, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
+    start, shift, out, cols, log_ps, log_pt, total, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
 ):
-    """Write the gradient of the divergence times ``factor``, a pointer, to ``out``, the memory of the student's logits."""
-    gradient = slope(log_ps, log_pt, offset, beta, KIND)
+    """Write the gradient of the divergence times ``factor``, a pointer, to ``out``, the memory of the student's logits.
+
+    ``total``: the sum of the derivatives with respect to log p.
+    """
+    gradient = terms_of(log_ps, log_pt, beta, KIND)[1] - weighted(tl.exp(log_ps), total)
     if factor is not None:
         gradient *= tl.load(factor).to(tl.float32)
     if softcap is not None:
@@ -106,7 +122,7 @@ def _row_divergence_kernel(
     lse_stride,  # between the parts
     divergence,  # [N], written
     entropy,  # [N], written: the student's; None if not requested
-    row_stats,  # [3, N] of the whole vocabulary: logsumexps, and the offset of ``slope``, read if KNOWN; else written or None
+    row_stats,  # [3, N] of the whole vocabulary: logsumexps, sum of derivatives (see ``terms_of``); read if KNOWN, or written
     row_stats_stride,
     factor,  # [N] or scalar that the gradient is multiplied by; None: 1
     factor_stride,  # 0 for a scalar
@@ -115,8 +131,8 @@ def _row_divergence_kernel(
     teacher_stride,
     logit_scale,
     softcap,
-    teacher_logit_scale,
-    teacher_softcap,
+    t_logit_scale,
+    t_softcap,
     beta,
     KIND: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -134,63 +150,46 @@ def _row_divergence_kernel(
         factor += row * factor_stride
     if row_stats is not None:
         row_stats += row
-    if lse is not None:
-        top, log_total = largest_and_log_total(lse + row, None, num_parts, None, None, BLOCK, None, lse_stride)
-    else:
-        top, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK, by)
-    if teacher_lse is not None:
-        t_top, t_log_total = largest_and_log_total(
-            teacher_lse + row, None, num_parts, None, None, BLOCK, None, lse_stride
-        )
-    else:
-        t_top, t_log_total = largest_and_log_total(
-            t_start, None, vocab_size, teacher_logit_scale, teacher_softcap, BLOCK, t_by
-        )
+    top, log_total = _normalizer(row, start, by, lse, num_parts, lse_stride, vocab_size, logit_scale, softcap, BLOCK)
+    t_top, t_log_total = _normalizer(
+        row, t_start, t_by, teacher_lse, num_parts, lse_stride, vocab_size, t_logit_scale, t_softcap, BLOCK
+    )
+    of_all = -1.0  # the sum of the derivatives, which is known if KIND is 0
     if KNOWN:
-        student_kl = tl.load(row_stats + 2 * row_stats_stride)
+        of_all = tl.load(row_stats + 2 * row_stats_stride)
     else:
-        student = tl.zeros((BLOCK,), tl.float32)  # of KL(p_s ‖ p_t) or KL(p_s ‖ m)
-        teacher = tl.zeros((BLOCK,), tl.float32)  # of KL(p_t ‖ p_s) or KL(p_t ‖ m)
+        total, of_derivatives = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         expectation = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
             log_ps = _log_probs(start, by, cols, vocab_size, logit_scale, softcap, top, log_total)
-            log_pt = _log_probs(
-                t_start, t_by, cols, vocab_size, teacher_logit_scale, teacher_softcap, t_top, t_log_total
-            )
-            ps, pt = tl.exp(log_ps), tl.exp(log_pt)
-            if KIND == 2:
-                log_m = log_mixture(ps, pt, beta)
-            if KIND != 0:
-                student += weighted(ps, log_ps - (log_pt if KIND == 1 else log_m))
-            if KIND != 1:
-                teacher += weighted(pt, log_pt - (log_ps if KIND == 0 else log_m))
+            log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
+            terms, derivatives = terms_of(log_ps, log_pt, beta, KIND)
+            total += terms
+            of_derivatives += derivatives
             if entropy is not None:
-                expectation += weighted(ps, log_ps)
-            if GRADIENT and KIND == 0:  # needs no sum
+                expectation += weighted(tl.exp(log_ps), log_ps)
+            if GRADIENT and KIND == 0:
                 _store_gradient(
-                    start, by, out, cols, log_ps, log_pt, 0.0, factor, vocab_size, logit_scale, softcap, beta, KIND,
-                )  # fmt: skip
-        student_kl, teacher_kl = tl.sum(student, 0), tl.sum(teacher, 0)
-        # Unless KIND is 2, one of them is 0
-        total = student_kl + teacher_kl if KIND != 2 else (1.0 - beta) * student_kl + beta * teacher_kl
-        tl.store(divergence + row, total)
+                    start, by, out, cols, log_ps, log_pt, of_all, factor, vocab_size, logit_scale, softcap, beta, KIND
+                )
+        tl.store(divergence + row, tl.sum(total, 0))
+        if KIND != 0:
+            of_all = tl.sum(of_derivatives, 0)
         if entropy is not None:
             tl.store(entropy + row, -tl.sum(expectation, 0))
         if row_stats is not None:
             tl.store(row_stats, top + log_total)
             tl.store(row_stats + row_stats_stride, t_top + t_log_total)
-            tl.store(row_stats + 2 * row_stats_stride, student_kl)
+            tl.store(row_stats + 2 * row_stats_stride, of_all)
     if GRADIENT and (KIND != 0 or KNOWN):
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
             log_ps = _log_probs(start, by, cols, vocab_size, logit_scale, softcap, top, log_total)
-            log_pt = _log_probs(
-                t_start, t_by, cols, vocab_size, teacher_logit_scale, teacher_softcap, t_top, t_log_total
-            )
+            log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
             _store_gradient(
-                start, by, out, cols, log_ps, log_pt, student_kl, factor, vocab_size, logit_scale, softcap, beta, KIND,
-            )  # fmt: skip
+                start, by, out, cols, log_ps, log_pt, of_all, factor, vocab_size, logit_scale, softcap, beta, KIND
+            )
 
 
 # Do not specialize on the number of tokens, which changes between steps.

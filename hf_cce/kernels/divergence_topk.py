@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cce.kernels.divergence import factor_and_stride, kind_of, log_mixture, weighted
+from hf_cce.kernels.divergence import factor_and_stride, kind_of, terms_of
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
@@ -26,22 +26,6 @@ EPS = tl.constexpr(2.0**-23)  # the least probability of the tail
 def _log_softmax(x):
     x -= tl.max(x, 0)
     return x - tl.log(tl.sum(tl.exp(x), 0))
-
-
-@triton.jit
-def _terms(log_ps, log_pt, beta, KIND: tl.constexpr):
-    """Return the terms of the divergence, and their derivatives with respect to log p of the student."""
-    ps, pt = tl.exp(log_ps), tl.exp(log_pt)
-    if KIND == 0:
-        terms, derivatives = weighted(pt, log_pt - log_ps), -pt
-    elif KIND == 1:
-        terms = weighted(ps, log_ps - log_pt)
-        derivatives = terms
-    else:
-        log_m = log_mixture(ps, pt, beta)
-        derivatives = (1.0 - beta) * weighted(ps, log_ps - log_m)
-        terms = derivatives + beta * weighted(pt, log_pt - log_m)
-    return terms, derivatives
 
 
 @Kernel
@@ -81,11 +65,11 @@ def _top_k_kernel(
         log_ps = tl.where(given, (z - largest) - log_total, LOWEST)
         tail = tl.maximum(1.0 - tl.sum(tl.exp(log_ps), 0), EPS)
         teacher_tail = tl.maximum(1.0 - tl.sum(tl.exp(log_pt), 0), EPS)
-        of_tail, tail_derivative = _terms(tl.log(tail), tl.log(teacher_tail), beta, KIND)
+        of_tail, tail_derivative = terms_of(tl.log(tail), tl.log(teacher_tail), beta, KIND)
     else:
         log_ps, log_pt = _log_softmax(tl.where(given, z, LOWEST)), _log_softmax(log_pt)
         of_tail, tail_derivative, tail = 0.0, 0.0, 1.0
-    terms, derivatives = _terms(log_ps, log_pt, beta, KIND)
+    terms, derivatives = terms_of(log_ps, log_pt, beta, KIND)
     tl.store(divergence + row, tl.sum(terms, 0) + of_tail)
     if GRADIENT:
         tail_derivative = tl.where(tail < 1.25 * EPS, 0.0, tail_derivative)  # the tail was replaced by a constant

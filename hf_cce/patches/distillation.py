@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_cce.deferred.handlers import can_compute_log_probs
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.deferred.recipe import Recipe
-from hf_cce.divergence import TeacherHead, divergences
+from hf_cce.divergence import Options, TeacherHead, divergences
 from hf_cce.head_checks import why_not_read
 from hf_cce.patches import trl
 from hf_cce.patches.marking import replace, signature
@@ -65,9 +65,8 @@ def _handle_call(running: Any, arguments: dict[str, Any]) -> Any:
     student, teacher = (_head(arguments, side) for side in ("student", "teacher"))
     # On other devices, TRL masks the divergences, and masked tokens have another upstream gradient.
     summed = student.hidden_states.device.type in ("cuda", "xpu")
-    return divergences(
-        student, teacher, arguments["beta"], arguments["temperature"], None, patch.config, entropy=True, summed=summed
-    )
+    options = Options(arguments["beta"], arguments["temperature"], entropy=True, summed=summed)
+    return divergences(student, teacher, options, None, patch.config)
 
 
 def _head(arguments: dict[str, Any], side: str) -> TeacherHead:
@@ -109,7 +108,7 @@ def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
     def fused(r: Recipe) -> tuple[Tensor]:
         arguments = r.loss_arguments()
         config = arguments.pop("config")
-        return divergences(TeacherHead(**arguments), teacher, beta, temperature, mask, config)[:1]
+        return divergences(TeacherHead(**arguments), teacher, Options(beta, temperature), mask, config)[:1]
 
     def native(z: Tensor) -> tuple[Tensor]:
         found = original(z, teacher, beta=beta, temperature=temperature, reduction="none")

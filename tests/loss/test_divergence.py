@@ -324,7 +324,7 @@ def test_gradients_for_equal_upstream_gradients_serve_no_other_pass(case: Case, 
     teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
 
     def fused(*leaves: torch.Tensor) -> torch.Tensor:
-        return divergence.divergences(TeacherHead(*leaves), teacher, beta, 1.0, None, config)[0]
+        return divergence.divergences(TeacherHead(*leaves), teacher, divergence.Options(beta, 1.0), None, config)[0]
 
     def second(*leaves: torch.Tensor) -> torch.Tensor:
         found = fused(*leaves)
