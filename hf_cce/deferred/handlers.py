@@ -350,9 +350,10 @@ def _broadcast_to(x: Any, other: Any) -> Any:
 def _product(x: Any, other: Any) -> Any:
     """Record p · log p, as in entropies, or p · z, of the same logits."""
     ancestors = list(_lineage(x))
-    source = next((each for each in _lineage(other) if any(each is known for known in ancestors)), None)
-    if source is None or source._is_stale or other._is_stale:
+    shared = [each for each in _lineage(other) if any(each is known for known in ancestors)]
+    if not shared or shared[0]._is_stale or other._is_stale:
         return NotImplemented
+    source = shared[0]
     before, start = len(source.recipe.ops), ("to", source.dtype)
     op = ("product", tuple((start, *each.recipe.ops[before:]) for each in (x, other)))
     differentiable = torch.is_grad_enabled() and (x.requires_grad or other.requires_grad)

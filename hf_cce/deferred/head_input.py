@@ -93,8 +93,8 @@ class HeadInput(LazyTensor):
         result = super().__torch_function__(func, types, args, kwargs)
         # weight.to(x) only takes the dtype of x, so other arguments do not count, except the factors of a product (VeRA, IA3)
         inputs = tree_leaves(args if name_of(func) == "mul" else args[:1])
-        call = next((x.call for x in inputs if isinstance(x, HeadInput)), None)
-        return result if call is None else _wrap_result(result, call)
+        calls = [x.call for x in inputs if isinstance(x, HeadInput)]  # not next(…, default), see ``operations.meaning``
+        return _wrap_result(result, calls[0]) if calls else result
 
 
 def _wrap_result(result: Any, call: TrainingCall) -> Any:
