@@ -204,16 +204,16 @@ class HeadRows(DivergenceRows):
         for chunk in row_chunks(z, copies, spec.plan.memory_budget // 2):
             x = student.finish(z[chunk], acc_dtype)
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
-            derivative = 1.0 if scale is None else student.logit_derivative(x)
+            logit_derivative = 1.0 if scale is None else student.logit_derivative(x)
             del x
             log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
             if entropy is not None:
                 entropy[chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
-            divergence[chunk], g, minus = _divergence_and_gradient(log_ps, log_pt, spec.beta, infinite)
+            divergence[chunk], derivatives, p = divergence_and_derivatives(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
             if scale is not None:
-                _write_gradient(z[chunk], g, minus, derivative, scale_of(scale, chunk))
-            del g, minus, derivative
+                _write_gradient(z[chunk], derivatives, p, spec.beta, logit_derivative, scale_of(scale, chunk))
+            del derivatives, p, logit_derivative
 
     def keep_stats(self) -> bool:
         if not self.spec.plan.triton:
@@ -270,17 +270,16 @@ def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:
 
 
 def _write_gradient(
-    out: Tensor, g: Tensor, minus: Tensor | None, derivative: Tensor | float, scale: Tensor | float
+    out: Tensor, derivatives: Tensor, p: Tensor, beta: float, logit_derivative: Tensor | float, scale: Tensor | float
 ) -> None:
-    """Set ``out``, some rows, to (g − minus) · derivative · scale."""
-    if isinstance(derivative, Tensor) or isinstance(scale, Tensor) or scale * derivative != 1.0:
-        g = g if minus is None else g.sub_(minus)
-        by = scale if isinstance(derivative, Tensor) else scale * derivative
-        torch.mul(g.mul_(derivative) if isinstance(derivative, Tensor) else g, by, out=out)
-    elif minus is None:
-        out.copy_(g)
-    else:
-        torch.sub(g, minus, out=out)
+    """Set ``out``, some rows, to (derivatives − p · Σ derivatives) · logit_derivative · scale. Overwrites ``derivatives``."""
+    total = p.new_full((1, 1), -1.0) if beta == 0.0 else derivatives.sum(1, keepdim=True)
+    of_logits = isinstance(logit_derivative, Tensor)
+    scaled = of_logits or isinstance(scale, Tensor) or scale * logit_derivative != 1.0
+    g = torch.addcmul(derivatives, p, total, value=-1, out=derivatives if scaled else out)
+    if scaled:
+        g, by = (g.mul_(logit_derivative), scale) if of_logits else (g, scale * logit_derivative)
+        torch.mul(g, by, out=out)
 
 
 def expectation(p: Tensor, x: Tensor, infinite: bool = True) -> Tensor:
@@ -293,23 +292,22 @@ def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
-def _divergence_and_gradient(
-    log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the divergence of each row, and two tensors whose difference is its gradient. Overwrites the arguments."""
+def divergence_and_derivatives(
+    log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence of each row, its derivatives with respect to log p of the student, and p. Overwrites both."""
     if beta == 0.0:
         pt = log_pt.exp()
         divergence = expectation(pt, log_pt.sub_(log_ps), infinite)
-        return divergence, log_ps.exp_(), pt
-    ps = log_ps.exp()
+        return divergence, pt.neg_(), log_ps.exp_()
+    ps, others = log_ps.exp(), None
     if beta == 1.0:
-        gap, weight, others = log_ps.sub_(log_pt), 1.0, None
+        derivatives = log_ps.sub_(log_pt).mul_(ps)
     else:
         log_m = log_mixture(log_ps, log_pt, beta)
         others = expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
-        gap, weight = log_ps.sub_(log_m), 1 - beta
-        del log_m
-    gap = gap.masked_fill_(ps == 0, 0.0) if infinite else gap
-    kl = (gap * ps).sum(1)
-    g = gap.sub_(kl[:, None]).mul_(ps)
-    return (kl, g, None) if others is None else (others + weight * kl, g.mul_(weight), None)
+        derivatives = log_ps.sub_(log_m).mul_(ps).mul_(1 - beta)
+    if infinite:
+        derivatives.masked_fill_(ps == 0, 0.0)
+    divergence = derivatives.sum(1)
+    return divergence if others is None else divergence.add_(others), derivatives, ps

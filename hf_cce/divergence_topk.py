@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_rows import DivergenceRows, expectation, log_mixture, row_chunks, scale_of
+from hf_cce.divergence_rows import DivergenceRows, divergence_and_derivatives, row_chunks, scale_of
 from hf_cce.divergence_spec import Head
 
 
@@ -77,18 +77,8 @@ def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: b
         _with_tail(x) if lump else x.log_softmax(1)
         for x in (log_ps.masked_fill(support.padding, lowest(log_ps.dtype)), support.log_p)
     )
-    ps, k = log_ps.exp(), support.ids.shape[1]
-    if beta == 0.0:
-        pt = log_pt.exp()
-        divergence, g = expectation(pt, log_pt - log_ps, True), pt.neg_()
-    else:
-        log_m = log_pt if beta == 1.0 else log_mixture(log_ps, log_pt, beta)
-        g = (log_ps - log_m).mul_(ps).masked_fill_(ps == 0, 0.0)
-        g = g if beta == 1.0 else g.mul_(1 - beta)
-        divergence = g.sum(1)
-        if beta != 1.0:
-            divergence += beta * expectation(log_pt.exp(), log_pt - log_m, True)
-    # g is the gradient with respect to the log-probabilities as if they were independent.
+    divergence, g, ps = divergence_and_derivatives(log_ps, log_pt, beta)
+    k = support.ids.shape[1]
     if not lump:
         return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), None)
     of_tail, tail = g[:, k:], ps[:, k:]
