@@ -209,11 +209,11 @@ class HeadRows(DivergenceRows):
             log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
             if entropy is not None:
                 entropy[chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
-            divergence[chunk], derivatives, p = divergence_and_derivatives(log_ps, log_pt, spec.beta, infinite)
+            divergence[chunk], descent, p = divergence_and_descent(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
             if scale is not None:
-                _write_gradient(z[chunk], derivatives, p, spec.beta, logit_derivative, scale_of(scale, chunk))
-            del derivatives, p, logit_derivative
+                _write_gradient(z[chunk], descent, p, spec.beta, logit_derivative, scale_of(scale, chunk))
+            del descent, p, logit_derivative
 
     def keep_stats(self) -> bool:
         if not self.spec.plan.triton:
@@ -270,13 +270,15 @@ def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:
 
 
 def _write_gradient(
-    out: Tensor, derivatives: Tensor, p: Tensor, beta: float, logit_derivative: Tensor | float, scale: Tensor | float
+    out: Tensor, descent: Tensor, p: Tensor, beta: float, logit_derivative: Tensor | float, scale: Tensor | float
 ) -> None:
-    """Set ``out``, some rows, to (derivatives − p · Σ derivatives) · logit_derivative · scale. Overwrites ``derivatives``."""
-    total = p.new_full((1, 1), -1.0) if beta == 0.0 else derivatives.sum(1, keepdim=True)
+    """Set ``out``, some rows, to (p · Σ descent − descent) · logit_derivative · scale. Overwrites ``descent``."""
     of_logits = isinstance(logit_derivative, Tensor)
-    scaled = of_logits or isinstance(scale, Tensor) or scale * logit_derivative != 1.0
-    g = torch.addcmul(derivatives, p, total, value=-1, out=derivatives if scaled else out)
+    if beta == 0.0:  # the sum is 1
+        scaled = of_logits or isinstance(scale, Tensor) or scale * logit_derivative != 1.0
+        g = torch.sub(p, descent, out=descent if scaled else out)
+    else:
+        g, scale, scaled = descent.addcmul_(p, descent.sum(1, keepdim=True), value=-1), -scale, True
     if scaled:
         g, by = (g.mul_(logit_derivative), scale) if of_logits else (g, scale * logit_derivative)
         torch.mul(g, by, out=out)
@@ -292,22 +294,21 @@ def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
-def divergence_and_derivatives(
+def divergence_and_descent(
     log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the divergence of each row, its derivatives with respect to log p of the student, and p. Overwrites both."""
+    """Return the divergence of each row, minus its derivatives with respect to log p of the student, and p. Overwrites both."""
     if beta == 0.0:
         pt = log_pt.exp()
-        divergence = expectation(pt, log_pt.sub_(log_ps), infinite)
-        return divergence, pt.neg_(), log_ps.exp_()
+        return expectation(pt, log_pt.sub_(log_ps), infinite), pt, log_ps.exp_()
     ps, others = log_ps.exp(), None
     if beta == 1.0:
-        derivatives = log_ps.sub_(log_pt).mul_(ps)
+        descent = log_pt.sub_(log_ps).mul_(ps)
     else:
         log_m = log_mixture(log_ps, log_pt, beta)
         others = expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
-        derivatives = log_ps.sub_(log_m).mul_(ps).mul_(1 - beta)
+        descent = log_m.sub_(log_ps).mul_(ps).mul_(1 - beta)
     if infinite:
-        derivatives.masked_fill_(ps == 0, 0.0)
-    divergence = derivatives.sum(1)
-    return divergence if others is None else divergence.add_(others), derivatives, ps
+        descent.masked_fill_(ps == 0, 0.0)
+    divergence = descent.sum(1).neg_()
+    return divergence if others is None else divergence.add_(others), descent, ps
