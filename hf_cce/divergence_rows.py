@@ -209,11 +209,11 @@ class HeadRows(DivergenceRows):
             log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
             if entropy is not None:
                 entropy[chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
-            divergence[chunk], descent, p = divergence_and_descent(log_ps, log_pt, spec.beta, infinite)
+            divergence[chunk], neg_grad, p = divergence_and_neg_grad(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
             if scale is not None:
-                _write_gradient(z[chunk], descent, p, spec.beta, logit_derivative, scale_of(scale, chunk))
-            del descent, p, logit_derivative
+                _write_gradient(z[chunk], neg_grad, p, spec.beta, logit_derivative, scale_of(scale, chunk))
+            del neg_grad, p, logit_derivative
 
     def keep_stats(self) -> bool:
         if not self.spec.plan.triton:
@@ -270,15 +270,15 @@ def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:
 
 
 def _write_gradient(
-    out: Tensor, descent: Tensor, p: Tensor, beta: float, logit_derivative: Tensor | float, scale: Tensor | float
+    out: Tensor, neg_grad: Tensor, p: Tensor, beta: float, logit_derivative: Tensor | float, scale: Tensor | float
 ) -> None:
-    """Set ``out``, some rows, to (p · Σ descent − descent) · logit_derivative · scale. Overwrites ``descent``."""
+    """Set ``out``, some rows, to (p · Σ neg_grad − neg_grad) · logit_derivative · scale. Overwrites ``neg_grad``."""
     of_logits = isinstance(logit_derivative, Tensor)
     if beta == 0.0:  # the sum is 1
         scaled = of_logits or isinstance(scale, Tensor) or scale * logit_derivative != 1.0
-        g = torch.sub(p, descent, out=descent if scaled else out)
+        g = torch.sub(p, neg_grad, out=neg_grad if scaled else out)
     else:
-        g, scale, scaled = descent.addcmul_(p, descent.sum(1, keepdim=True), value=-1), -scale, True
+        g, scale, scaled = neg_grad.addcmul_(p, neg_grad.sum(1, keepdim=True), value=-1), -scale, True
     if scaled:
         g, by = (g.mul_(logit_derivative), scale) if of_logits else (g, scale * logit_derivative)
         torch.mul(g, by, out=out)
@@ -294,21 +294,24 @@ def log_mixture(log_ps: Tensor, log_pt: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_ps + math.log1p(-beta), log_pt + math.log(beta))
 
 
-def divergence_and_descent(
+def divergence_and_neg_grad(
     log_ps: Tensor, log_pt: Tensor, beta: float, infinite: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the divergence of each row, minus its derivatives with respect to log p of the student, and p. Overwrites both."""
+    """Return the divergence of each row, its negative gradient with respect to log p of the student, and p.
+
+    The log-probabilities count as independent. Overwrites the arguments.
+    """
     if beta == 0.0:
         pt = log_pt.exp()
         return expectation(pt, log_pt.sub_(log_ps), infinite), pt, log_ps.exp_()
     ps, others = log_ps.exp(), None
     if beta == 1.0:
-        descent = log_pt.sub_(log_ps).mul_(ps)
+        neg_grad = log_pt.sub_(log_ps).mul_(ps)
     else:
         log_m = log_mixture(log_ps, log_pt, beta)
         others = expectation(log_pt.exp(), log_pt.sub_(log_m), infinite).mul_(beta)
-        descent = log_m.sub_(log_ps).mul_(ps).mul_(1 - beta)
+        neg_grad = log_m.sub_(log_ps).mul_(ps).mul_(1 - beta)
     if infinite:
-        descent.masked_fill_(ps == 0, 0.0)
-    divergence = descent.sum(1).neg_()
-    return divergence if others is None else divergence.add_(others), descent, ps
+        neg_grad.masked_fill_(ps == 0, 0.0)
+    divergence = neg_grad.sum(1).neg_()
+    return divergence if others is None else divergence.add_(others), neg_grad, ps

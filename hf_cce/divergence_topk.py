@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_cce.divergence_rows import DivergenceRows, divergence_and_descent, row_chunks, scale_of
+from hf_cce.divergence_rows import DivergenceRows, divergence_and_neg_grad, row_chunks, scale_of
 from hf_cce.divergence_spec import Head
 
 
@@ -77,8 +77,8 @@ def divergence_on_support(log_ps: Tensor, support: Support, beta: float, lump: b
         _with_tail(x) if lump else x.log_softmax(1)
         for x in (log_ps.masked_fill(support.padding, lowest(log_ps.dtype)), support.log_p)
     )
-    divergence, descent, ps = divergence_and_descent(log_ps, log_pt, beta)
-    g, k = descent.neg_(), support.ids.shape[1]
+    divergence, neg_grad, ps = divergence_and_neg_grad(log_ps, log_pt, beta)
+    g, k = neg_grad.neg_(), support.ids.shape[1]
     if not lump:
         return SupportGrads(divergence, g.addcmul_(ps, g.sum(1, keepdim=True), value=-1), None)
     of_tail, tail = g[:, k:], ps[:, k:]

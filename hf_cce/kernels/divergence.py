@@ -94,13 +94,13 @@ def _log_probs(start, shift, cols, vocab_size, logit_scale, softcap, largest, lo
 
 @triton.jit
 def _store_gradient(
-    start, shift, out, cols, log_ps, log_pt, total, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
+    start, shift, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
 ):
     """Write the gradient of the divergence times ``factor``, a pointer, to ``out``, the memory of the student's logits.
 
-    ``total``: the sum of the derivatives with respect to log p.
+    ``d_sum``: the sum of the derivatives with respect to log p.
     """
-    gradient = terms_of(log_ps, log_pt, beta, KIND)[1] - weighted(tl.exp(log_ps), total)
+    gradient = terms_of(log_ps, log_pt, beta, KIND)[1] - weighted(tl.exp(log_ps), d_sum)
     if factor is not None:
         gradient *= tl.load(factor).to(tl.float32)
     if softcap is not None:
@@ -154,11 +154,11 @@ def _row_divergence_kernel(
     t_top, t_log_total = _normalizer(
         row, t_start, t_by, teacher_lse, num_parts, lse_stride, vocab_size, t_logit_scale, t_softcap, BLOCK
     )
-    of_all = -1.0  # the sum of the derivatives, which is known if KIND is 0
+    d_sum = -1.0  # the sum of the derivatives with respect to log p, if KIND is 0
     if KNOWN:
-        of_all = tl.load(row_stats + 2 * row_stats_stride)
+        d_sum = tl.load(row_stats + 2 * row_stats_stride)
     else:
-        total, of_derivatives = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        total, d_sums = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         expectation = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
@@ -166,29 +166,29 @@ def _row_divergence_kernel(
             log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
             terms, derivatives = terms_of(log_ps, log_pt, beta, KIND)
             total += terms
-            of_derivatives += derivatives
+            d_sums += derivatives
             if entropy is not None:
                 expectation += weighted(tl.exp(log_ps), log_ps)
             if GRADIENT and KIND == 0:
                 _store_gradient(
-                    start, by, out, cols, log_ps, log_pt, of_all, factor, vocab_size, logit_scale, softcap, beta, KIND
+                    start, by, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND
                 )
         tl.store(divergence + row, tl.sum(total, 0))
         if KIND != 0:
-            of_all = tl.sum(of_derivatives, 0)
+            d_sum = tl.sum(d_sums, 0)
         if entropy is not None:
             tl.store(entropy + row, -tl.sum(expectation, 0))
         if row_stats is not None:
             tl.store(row_stats, top + log_total)
             tl.store(row_stats + row_stats_stride, t_top + t_log_total)
-            tl.store(row_stats + 2 * row_stats_stride, of_all)
+            tl.store(row_stats + 2 * row_stats_stride, d_sum)
     if GRADIENT and (KIND != 0 or KNOWN):
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
             log_ps = _log_probs(start, by, cols, vocab_size, logit_scale, softcap, top, log_total)
             log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
             _store_gradient(
-                start, by, out, cols, log_ps, log_pt, of_all, factor, vocab_size, logit_scale, softcap, beta, KIND
+                start, by, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND
             )
 
 

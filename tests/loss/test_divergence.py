@@ -109,7 +109,7 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernel_rows, "BLOCK", 8)  # of which a kernel takes four
     monkeypatch.setattr(divergence_kernels, "SAMPLE", 16)
     if triton:
-        monkeypatch.setattr(divergence_rows, "divergence_and_descent", None)
+        monkeypatch.setattr(divergence_rows, "divergence_and_neg_grad", None)
         monkeypatch.setattr(divergence_topk, "divergence_on_support", None)
     # and several chunks in each, or slabs of the vocabulary
     chunks = divergence_rows.chunks

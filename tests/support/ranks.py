@@ -227,10 +227,8 @@ ENGINES: dict[str, Callable[..., Any]] = {
     "tensor_parallel_plan_tied": tensor_parallel_plan,
     "tensor_parallel_plan_compiled": tensor_parallel_plan_compiled,
 }
-if torch.__version__ < (
-    2,
-    9,
-):  # there, without hf_cce, too, frozen shards are trained, and mixed gradients of the head are wrong
+# In torch 2.8, without hf_cce, too, frozen shards become trainable, and mixed gradients of the head are wrong
+if torch.__version__ < (2, 9):
     del ENGINES["tensor_parallel_lora"], ENGINES["fsdp2_mixed"]
 # For four ranks: after its forward the head is resharded over two of them, and an evaluation leaves it so
 FOUR_RANK_ENGINES = {"fsdp2_head_over_some": partial(fsdp2_head_alone, reshard_after_forward=2)}
