@@ -58,34 +58,39 @@ def _logit_gradient_kernel(
     GROUP_M: tl.constexpr,
 ):
     num_row_blocks, num_col_blocks = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(slab_width, BLOCK_N)
-    row_block, col_block = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
-    if flags is not None:  # noqa: SIM102 (the second is no constant)
-        if tl.load(flags + row_block) == 0:
-            return
-    row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_M)
-    cols = col + tl.arange(0, BLOCK_N)
-    in_rows = rows < num_tokens
-    # Counted from the start of the slab, so that Triton can infer alignment and vectorize the stores.
-    slab_cols = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
-    valid = label != ignore_index
-    # Skip the product if all tokens of the tile are ignored.
-    depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
-    # Loaded before the product, which hides the latency.
-    row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
-    g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
-    z = tile_logits(
-        hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
-        logit_scale, softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    gradient = tile_gradient(
-        z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
-        vocab_size, logit_scale, softcap,
-    )  # fmt: skip
-    at = out + row.to(tl.int64) * out_stride
-    here = tl.arange(0, BLOCK_M)[:, None] * out_stride + slab_cols[None, :]
-    tl.store(at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (slab_cols < slab_width)[None, :])
+    if flags is not None:
+        row_block, first, step = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+        stop = tl.where(tl.load(flags + row_block) == 0, 0, num_col_blocks)
+    else:
+        row_block, first = tile_position(tl.program_id(0), num_row_blocks, num_col_blocks, GROUP_M)
+        stop, step = first + 1, 1
+    for col_block in range(first, stop, step):
+        row, col = row_block * BLOCK_M, slab_start + col_block * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        cols = col + tl.arange(0, BLOCK_N)
+        in_rows = rows < num_tokens
+        # Counted from the start of the slab, so that Triton can infer alignment and vectorize the stores.
+        slab_cols = col_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
+        valid = label != ignore_index
+        # Skip the product if all tokens of the tile are ignored.
+        depth = tl.where(tl.sum(valid.to(tl.int32)) > 0, hidden_size, 0)
+        # Loaded before the product, which hides the latency.
+        row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
+        g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0), 0.0)
+        z = tile_logits(
+            hidden, weight, bias, None, row, col, num_tokens, vocab_size, depth, hidden_stride, weight_stride,
+            logit_scale, softcap, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        gradient = tile_gradient(
+            z, rows, cols, in_rows, col, label, valid, row_lse, g, entropy, grad_label, grad_mean, grad_entropy,
+            vocab_size, logit_scale, softcap,
+        )  # fmt: skip
+        at = out + row.to(tl.int64) * out_stride
+        here = tl.arange(0, BLOCK_M)[:, None] * out_stride + slab_cols[None, :]
+        tl.store(
+            at + here, gradient.to(out.dtype.element_ty), mask=in_rows[:, None] & (slab_cols < slab_width)[None, :]
+        )
 
 
 @Kernel
@@ -137,7 +142,8 @@ def write_logit_gradient(
         )  # fmt: skip
         return
     rows, cols = ceil_div(n, plan.block_m), ceil_div(stop - start, plan.block_n)
-    _logit_gradient_kernel[(rows * cols,)](
+    # Flags are hardly ever set, so a few programs look at them, instead of one for each tile.
+    _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels, grads.lse, grads.entropy,
         grads.grad_lse, grads.grad_label, grads.grad_mean, grads.grad_entropy, flags, out, start, stop - start, out.stride(0),
         n, v, d, hidden.stride(0), weight.stride(0), ignore_index, *scale_and_softcap(inputs), **plan.constants(),

@@ -100,8 +100,8 @@ def scale_precomputed_gradients(
     grad_weight = None
     if need_weight and sums is not None:
         grad_weight = sums if x.weight.dtype == sums.dtype else torch.empty_like(sums, dtype=x.weight.dtype)
-        addends = exp_products.label_addends(x.labels, label_entry, len(sums))
-        exp_products.add_and_round(sums, 0, row_major(x.hidden), addends, grad_weight, grad=grad)
+        addends = exp_products.label_addends(row_major(x.hidden), x.labels, label_entry, len(sums))
+        exp_products.add_and_round(sums, 0, grad_weight, addends, grad=grad)
     if need_hidden:
-        grad_hidden.mul_(grad.view(1, 1))  # a scalar would be rounded to the dtype of grad_hidden
+        exp_products.add_and_round(grad_hidden, 0, grad_hidden, grad=grad)
     return grad_hidden if need_hidden else None, grad_weight, None

@@ -40,7 +40,7 @@ pytest.importorskip("triton")
 
 from hf_cce.kernels import loss as kernel_loss
 from hf_cce.kernels.exp_cache import _dw_slabs
-from hf_cce.kernels.exp_products import label_addends
+from hf_cce.kernels.exp_products import add_and_round, label_addends
 from hf_cce.kernels.inputs import Shape
 
 
@@ -191,8 +191,24 @@ def test_ignored_tokens_may_have_logits_beyond_the_range_of_exp(strategy: str, f
 
 def test_ignored_tokens_are_not_added_to_a_label() -> None:
     """Thousands of them, with the label 3 here, would otherwise keep one program busy."""
-    addends = label_addends(torch.tensor([3, -100, 3, 5, 3]), torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0]), 99)
+    addends = label_addends(
+        torch.empty(5, 8), torch.tensor([3, -100, 3, 5, 3]), torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0]), 99
+    )
     assert addends.starts[:2].tolist() == [3, 5] and addends.entries[3:].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_labels_entries_are_added_with_twice_the_bits_of_the_hidden_states(dtype: torch.dtype) -> None:
+    """Frequent labels, too, which take several blocks of tokens: the entries cancel most of their rows of the product."""
+    torch.manual_seed(0)
+    hidden = torch.randn(150, 40).to(DEVICE, dtype)
+    labels, entries = torch.randint(20, (150,)).clamp(max=5).to(DEVICE), torch.randn(150).to(DEVICE)
+    sums = torch.zeros(20, 40, dtype=torch.float64, device=DEVICE)
+    sums.index_add_(0, labels, entries.double()[:, None] * hidden.double())
+    product = sums.float() * -0.99
+    found = torch.empty_like(product)
+    add_and_round(product, 0, found, label_addends(hidden, labels, entries, 20))
+    assert relative_error(found, sums + product.double()) < (2e-5 if dtype == torch.float32 else 4e-4)
 
 
 @pytest.mark.parametrize("far", [slice(20, 21), slice(None)], ids=["one", "all"])
