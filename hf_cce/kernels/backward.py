@@ -19,7 +19,7 @@ from hf_cce.kernels.inputs import GradInputs, LogitInputs, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, make_plan, operand, slab_width, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import tile_gradient, tile_logits, tile_position
+from hf_cce.kernels.tiles import exp, tile_gradient, tile_logits, tile_position
 from hf_cce.matmul import ALIGNED, multiply_add
 from hf_cce.spec import Inputs, LossSpec, TokenGrads
 
@@ -115,7 +115,7 @@ def _label_entries_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     column = label - slab_start
     hit = in_rows & (label != ignore_index) & (column >= 0) & (column < slab_width)
-    p = tl.exp(tl.load(label_logit + rows, mask=hit, other=0.0) - tl.load(lse + rows, mask=hit, other=0.0))
+    p = exp(tl.load(label_logit + rows, mask=hit, other=0.0) - tl.load(lse + rows, mask=hit, other=0.0))
     gradient = p * tl.load(grad_lse + rows, mask=hit, other=0.0) + tl.load(grad_label + rows, mask=hit, other=0.0)
     at = out + rows.to(tl.int64) * out_stride + column
     tl.store(at, (gradient * logit_scale).to(out.dtype.element_ty), mask=hit)

@@ -21,7 +21,7 @@ from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
-from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
+from hf_cce.kernels.tiles import exp, softcap_slope, tile_logits, tile_position
 from hf_cce.matmul import multiply_rounded
 
 SAMPLE = 1024  # vocabulary entries of which the largest logit is the shift of a row
@@ -63,7 +63,7 @@ def log_mixture(ps, pt, beta):
 @triton.jit
 def terms_of(log_ps, log_pt, beta, KIND: tl.constexpr):
     """Return the terms of the divergence, and their derivatives with respect to log p of the student."""
-    ps, pt = tl.exp(log_ps), tl.exp(log_pt)
+    ps, pt = exp(log_ps), exp(log_pt)
     if KIND == 0:
         terms, derivatives = weighted(pt, log_pt - log_ps), -pt
     elif KIND == 1:
@@ -100,7 +100,7 @@ def _store_gradient(
 
     ``d_sum``: the sum of the derivatives with respect to log p.
     """
-    gradient = terms_of(log_ps, log_pt, beta, KIND)[1] - weighted(tl.exp(log_ps), d_sum)
+    gradient = terms_of(log_ps, log_pt, beta, KIND)[1] - weighted(exp(log_ps), d_sum)
     if factor is not None:
         gradient *= tl.load(factor).to(tl.float32)
     if softcap is not None:
@@ -168,7 +168,7 @@ def _row_divergence_kernel(
             total += terms
             d_sums += derivatives
             if entropy is not None:
-                expectation += weighted(tl.exp(log_ps), log_ps)
+                expectation += weighted(exp(log_ps), log_ps)
             if GRADIENT and KIND == 0:
                 _store_gradient(
                     start, by, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND

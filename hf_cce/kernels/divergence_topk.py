@@ -16,7 +16,7 @@ from hf_cce.kernels.divergence import factor_and_stride, kind_of, terms_of
 from hf_cce.kernels.inputs import scale_and_softcap
 from hf_cce.kernels.launcher import Kernel
 from hf_cce.kernels.rows import block_and_warps, largest_and_log_total, load_logits
-from hf_cce.kernels.tiles import softcap_slope
+from hf_cce.kernels.tiles import exp, softcap_slope
 
 LOWEST = tl.constexpr(-8e37)  # a log-probability whose probability is 0, and of which differences are finite
 EPS = tl.constexpr(2.0**-23)  # the least probability of the tail
@@ -25,7 +25,7 @@ EPS = tl.constexpr(2.0**-23)  # the least probability of the tail
 @triton.jit
 def _log_softmax(x):
     x -= tl.max(x, 0)
-    return x - tl.log(tl.sum(tl.exp(x), 0))
+    return x - tl.log(tl.sum(exp(x), 0))
 
 
 @Kernel
@@ -63,8 +63,8 @@ def _top_k_kernel(
     if LUMP:
         largest, log_total = largest_and_log_total(start, None, vocab_size, logit_scale, softcap, BLOCK)
         log_ps = tl.where(given, (z - largest) - log_total, LOWEST)
-        tail = tl.maximum(1.0 - tl.sum(tl.exp(log_ps), 0), EPS)
-        teacher_tail = tl.maximum(1.0 - tl.sum(tl.exp(log_pt), 0), EPS)
+        tail = tl.maximum(1.0 - tl.sum(exp(log_ps), 0), EPS)
+        teacher_tail = tl.maximum(1.0 - tl.sum(exp(log_pt), 0), EPS)
         of_tail, tail_derivative = terms_of(tl.log(tail), tl.log(teacher_tail), beta, KIND)
     else:
         log_ps, log_pt = _log_softmax(tl.where(given, z, LOWEST)), _log_softmax(log_pt)
@@ -73,7 +73,7 @@ def _top_k_kernel(
     tl.store(divergence + row, tl.sum(terms, 0) + of_tail)
     if GRADIENT:
         tail_derivative = tl.where(tail < 1.25 * EPS, 0.0, tail_derivative)  # the tail was replaced by a constant
-        ps, of_ids = tl.exp(log_ps), tl.sum(derivatives, 0)
+        ps, of_ids = exp(log_ps), tl.sum(derivatives, 0)
         inside = derivatives - ps * (of_ids + tail_derivative)
         by = 1.0 if logit_scale is None else logit_scale
         if factor is not None:
@@ -85,7 +85,7 @@ def _top_k_kernel(
             gradient = tl.zeros((BLOCK,), tl.float32)
             if LUMP:
                 x = load_logits(start, None, others, vocab_size, logit_scale, softcap)
-                gradient = tl.exp((x - largest) - log_total) * outside
+                gradient = exp((x - largest) - log_total) * outside
                 if softcap is not None:
                     gradient *= softcap_slope(x, softcap)
             tl.store(start + others, gradient.to(logits.dtype.element_ty), mask=others < vocab_size)

@@ -23,7 +23,7 @@ from hf_cce.kernels.inputs import GradInputs, LogitInputs, Shape, TileStats
 from hf_cce.kernels.labels import LabelLogits
 from hf_cce.kernels.launch_config import Plan, ceil_div, empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcap_slope
+from hf_cce.kernels.tiles import exp, softcap_slope
 from hf_cce.matmul import ALIGNED
 
 LOSS_LIMIT = tl.constexpr(60.0)  # nats; exp(LOSS_LIMIT) and exp(-LOSS_LIMIT) are well within bfloat16's range
@@ -88,7 +88,7 @@ def _factors_kernel(
     label = tl.load(labels + rows, mask=in_rows, other=ignore_index)
     valid = (label != ignore_index) & (label >= 0) & (label < vocab_size)
     over_limit = tl.max((in_rows & ((row_lse - z <= LOSS_LIMIT) == 0)).to(tl.int32), 0)  # true for NaN
-    p = tl.exp(z - row_lse)
+    p = exp(z - row_lse)
     # Upstream gradients of ignored tokens may be infinite, so they are not loaded.
     g = tl.load(grad_lse + rows, mask=valid, other=0.0)
     c = g * p + tl.load(grad_label + rows, mask=valid, other=0.0)

@@ -17,7 +17,7 @@ from hf_cce.kernels.inputs import LogitInputs, TileStats, scale_and_softcap
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import Plan, ceil_div, make_plan, operand, padded, uses_hopper
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcap_slope, tile_logits, tile_position
+from hf_cce.kernels.tiles import exp, softcap_slope, tile_logits, tile_position
 from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
 
 
@@ -39,7 +39,7 @@ def _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, v
 @triton.jit
 def _store_exp(e, slope, height, valid, row, col, in_rows, exp_cache, cache_width):
     """Write e · exp(height) to hf_cce.kernels.exp_cache, up to its LOSS_LIMIT; ``height``: the maximum minus the label logit."""
-    value = e * tl.where(valid, tl.exp(tl.minimum(height, 60.0)), 0.0)[:, None]
+    value = e * tl.where(valid, exp(tl.minimum(height, 60.0)), 0.0)[:, None]
     if slope is not None:
         value *= slope
     at = exp_cache + row.to(tl.int64) * cache_width + col
@@ -115,7 +115,7 @@ def _tile_stats_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)  # a row of only -inf must give -inf, not NaN
     slope = None if softcap is None else softcap_slope(z, softcap)
     z = z - top[:, None]
-    e = tl.exp(z)
+    e = exp(z)
     total = tl.sum(e, 1)
     if tile_ratio is not None:
         _store_ratio(e, total, slope, col, tile_ratio, tile_damping, out, in_rows, vocab_size)
@@ -135,8 +135,8 @@ def _add_tiles(part, top, total):
     """Add logsumexps ``part`` [BLOCK_T, BLOCK_R] to total · exp(top); return (top, total, factor of old total, summands)."""
     new_top = tl.maximum(top, tl.max(part, 0))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-    decay = tl.exp(top - safe)
-    e = tl.exp(part - safe[None, :])
+    decay = exp(top - safe)
+    e = exp(part - safe[None, :])
     return new_top, total * decay + tl.sum(e, 0), decay, e
 
 

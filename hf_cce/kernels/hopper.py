@@ -40,6 +40,7 @@ STORE_N = gl.constexpr(64)  # columns of one TMA store
 STORE_BUFFERS = gl.constexpr(2)  # staging buffers of each group
 # Registers per thread of the two groups. With 24 for the warp that loads, this is all a multiprocessor has.
 REGISTERS = gl.constexpr(240)
+LOG2_E = gl.constexpr(1.4426950408889634)  # see hf_cce.kernels.tiles.exp
 
 # The second names are those before Triton 3.8.
 _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -118,7 +119,7 @@ def _tile_statistics(
     BY_TILE: gl.constexpr = gl.SliceLayout(2, z.type.layout)
     top = gl.max(z, 2)
     top = gl.where(top == float("-inf"), 0.0, top)
-    e = gl.exp(z - top.expand_dims(2))
+    e = gl.exp2((z - top.expand_dims(2)) * LOG2_E)
     total = gl.sum(e, 2)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, BY_TILE))
     tiles = col_block * STAT_TILES + gl.arange(0, STAT_TILES, gl.SliceLayout(0, BY_TILE))
@@ -191,7 +192,8 @@ def _consumer(
                 z = gl.where(inside, z, float("-inf"))
         if grad_lse is not None:
             valid = label != ignore_index
-            value = gl.exp(z - gl.where(valid, row_shift, float("inf"))[:, None]) * gl.where(valid, g, 0.0)[:, None]
+            value = gl.exp2((z - gl.where(valid, row_shift, float("inf"))[:, None]) * LOG2_E)
+            value *= gl.where(valid, g, 0.0)[:, None]
             if logit_scale is not None:
                 value *= logit_scale
         elif shift is not None:
@@ -206,7 +208,7 @@ def _consumer(
                 # An infinite label logit makes the stored value zero for ignored tokens.
                 at_label = gl.where(label != ignore_index, at_label, float("inf"))
                 height = top - gl.convert_layout(at_label, BY_ROW)[:, None]
-                value = (e * gl.exp(gl.minimum(height, 60.0)).expand_dims(2)).reshape([ROWS, BLOCK_N])
+                value = (e * gl.exp2(gl.minimum(height, 60.0) * LOG2_E).expand_dims(2)).reshape([ROWS, BLOCK_N])
         if out is not None:  # noqa: SIM102 (the second is no constant)
             if col_block * BLOCK_N < out_width:
                 _store(value.to(out.dtype), out, row, col_block * BLOCK_N, staging, WARP_GROUP)

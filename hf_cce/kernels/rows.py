@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_cce.kernels.launch_config import empty_slab, padded
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcap_slope, softcapped
+from hf_cce.kernels.tiles import exp, softcap_slope, softcapped
 from hf_cce.matmul import multiply_add, multiply_rounded
 from hf_cce.spec import Inputs, LossSpec
 
@@ -54,13 +54,13 @@ def largest_and_log_total(row, bias, vocab_size, logit_scale, softcap, BLOCK: tl
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab_size, BLOCK):
         x = load_logits(row, bias, first + tl.arange(0, BLOCK), vocab_size, logit_scale, softcap, shift, stride)
-        new = tl.maximum(top, x)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.exp(x - safe)
-        top = new
+        # One exponential for each logit: that of the larger of x and top, less itself, is 1. Two infinities count as equal.
+        larger, ratio = x > top, tl.where(x == top, 1.0, exp(-tl.abs(x - top)))
+        total = tl.where(larger, total * ratio + 1.0, total + ratio)
+        top = tl.where(larger, x, top)
     largest = tl.max(top, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    return largest, tl.log(tl.sum(total * exp(top - largest), 0))
 
 
 @Kernel
@@ -148,7 +148,7 @@ def _row_gradient_kernel(
     for first in range(0, vocab_size, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = load_logits(start, bias, cols, vocab_size, logit_scale, softcap)
-        p = tl.exp((x - row_largest) - row_log_total)
+        p = exp((x - row_largest) - row_log_total)
         gradient = p * p_factor - tl.where(cols == label, label_factor, 0.0) - uniform
         if softcap is not None:
             gradient *= softcap_slope(x, softcap)

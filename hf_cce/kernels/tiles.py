@@ -25,6 +25,12 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def exp(x):
+    """Return eˣ, or 0 where that is subnormal, which takes a GPU half as many instructions as ``tl.exp``."""
+    return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
 def softcapped(x, softcap):
     """Return softcap · tanh(x / softcap), computed from the exponential of a negative number, which cannot overflow.
 
@@ -33,7 +39,7 @@ def softcapped(x, softcap):
     t = x / softcap
     t2 = t * t
     near = x + x * (t2 * (-1.0 / 3.0 + t2 * (2.0 / 15.0 + t2 * (-17.0 / 315.0 + t2 * (62.0 / 2835.0)))))
-    e = tl.exp(-2.0 * tl.abs(t))
+    e = exp(-2.0 * tl.abs(t))
     return tl.where(t2 < 0.09, near, tl.where(x < 0, -1.0, 1.0) * (softcap - 2.0 * softcap * e / (1.0 + e)))
 
 
@@ -119,7 +125,7 @@ def tile_gradient(
     softcap,
 ):
     """Return the gradient w.r.t. one tile of h Wᵀ + b, [BLOCK_M, BLOCK_N] float32; zero in ignored rows."""
-    p = tl.exp(z - row_lse[:, None])
+    p = exp(z - row_lse[:, None])
     if grad_entropy is not None:
         g_entropy = tl.load(grad_entropy + rows, mask=valid, other=0.0)
         expectation = tl.where(valid, row_lse - tl.load(entropy + rows, mask=in_rows, other=0.0), 0.0)

@@ -35,7 +35,7 @@ from hf_cce.kernels.filter.order import WeightCorrection
 from hf_cce.kernels.filter.workspace import MASS_GROUP, SavedForward
 from hf_cce.kernels.launch_config import ceil_div, padded
 from hf_cce.kernels.launcher import Kernel
-from hf_cce.kernels.tiles import softcap_slope
+from hf_cce.kernels.tiles import exp, softcap_slope
 
 # Bins of the histogram of energies, a quarter of an octave each, from 2⁻¹⁰⁰ to 2²⁸. The last bin is for tiles that must be kept.
 BINS = tl.constexpr(512)
@@ -85,7 +85,7 @@ def _tile_energy_kernel(
         row_reference = tl.load(rounding + rows, mask=in_rows, other=0.0)
     else:
         at_label = tl.load(label_logit + rows, mask=in_rows, other=0.0)
-        wrong = tl.where(valid, 1.0 - tl.exp(at_label - row_lse), 0.0)
+        wrong = tl.where(valid, 1.0 - exp(at_label - row_lse), 0.0)
         if softcap is not None:
             wrong *= softcap_slope(at_label, softcap)
         row_reference = wrong * wrong
@@ -96,7 +96,7 @@ def _tile_energy_kernel(
         inside = blocks < end
         at = blocks.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         mask = inside[:, None] & valid[None, :]
-        mass = tl.exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
+        mass = exp(tl.load(tile_lse + at, mask=mask, other=float("-inf")) - row_lse[None, :])
         e = tl.sum(mass * mass * tl.load(tile_ratio + at, mask=mask, other=0.0).to(tl.float32), 1)
         has_label = tl.max(((label_block[None, :] == blocks[:, None]) & valid[None, :]).to(tl.int32), 1) > 0
         if not BY_ROUNDING:
@@ -262,7 +262,7 @@ def _mass_kernel(
     valid = tl.load(labels + rows, mask=in_rows, other=v) < v
     row_lse = tl.where(valid, tl.load(lse + rows, mask=in_rows, other=0.0), float("inf"))
     g = tl.where(valid, tl.load(grad_lse + rows, mask=in_rows, other=0.0) * logit_scale, 0.0)
-    p = tl.exp(part - row_lse[None, :])
+    p = exp(part - row_lse[None, :])
     p = tl.where(valid[None, :], p, 0.0)  # logits of ignored tokens may be NaN
     sums = blocks * num_row_blocks + row_block
     tl.store(probability + sums, tl.sum(p, 1), mask=in_blocks)
