@@ -134,7 +134,7 @@ class TrainingCall:
                     f"hf_cce: outputs.logits of a training call was used ({why}), so full logits were materialized. They are "
                     "correct, but at every step they take the memory that hf_cce saves. Use logits in evaluation mode, or call "
                     "outputs.logits.materialize() if you need them; for per-token log-probabilities or entropy, use "
-                    "linear_log_probs."
+                    "linear_log_probs, and for distillation linear_divergence."
                 )
 
     def note_full_logits(self) -> None:

@@ -88,6 +88,15 @@ def code_sum(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(ord, completion)) % 17 / 17 for completion in completions]
 
 
+def with_context() -> Any:
+    return prompts().add_column("privileged_context", [text(400 + i, 3) for i in range(8)])
+
+
+def odd_sum(completions: list[str], **_: Any) -> list[float]:
+    """Return rewards of 0 and 1; SDPO learns from completions with 1."""
+    return [float(sum(map(ord, completion)) % 2) for completion in completions]
+
+
 def trainer_of(name: str, rows: Callable[[], Any], module: str = "trl", reward: Any = None, **usual: Any) -> Any:
     def build(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
         found = pytest.importorskip(module)
@@ -123,6 +132,16 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     ),
     "a2po": experimental(
         "A2PO", prompts, reward=code_sum, temperature=0.7, max_completion_length=6, num_value_samples=2
+    ),
+    "sdpo": experimental("SDPO", with_context, reward=odd_sum, num_generations=2, max_completion_length=6),
+    "sdpo, top five": experimental(
+        "SDPO",
+        with_context,
+        reward=odd_sum,
+        num_generations=2,
+        max_completion_length=6,
+        distillation_mode="topk_logits",
+        distillation_topk=5,
     ),
     "dpo": trainer_of("DPO", preferences),
     "kto": trainer_of("KTO", judged),
