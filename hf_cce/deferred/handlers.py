@@ -37,6 +37,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe
+from hf_cce.divergence import Options, TeacherHead, divergences
 from hf_cce.loss import linear_cross_entropy, linear_log_probs
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
@@ -394,10 +395,13 @@ def _loss(
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    ``F.nll_loss`` of log_softmax is the same. Probabilities as targets, and class weights with label smoothing, need full logits.
-    If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
+    ``F.nll_loss`` of log_softmax is the same. Class weights need full logits with label smoothing or probabilities as targets, as
+    do these two together. If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
+    if isinstance(target, Tensor) and target.is_floating_point():
+        plain = name == "cross_entropy" and weight is size_average is reduce is None and not smooth
+        return _cross_entropy_of_distributions(x, target, reduction) if plain else NotImplemented
     kinds = ("z", "log p") if name == "cross_entropy" else ("log p",)  # log_softmax of log p is log p
     found = _meaning_of(x, *kinds)
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
@@ -442,6 +446,16 @@ def _loss(
     return loss.to(x.device, torch.promote_types(loss.dtype, x.dtype))
 
 
+def _cross_entropy_of_distributions(x: Any, target: Tensor, reduction: str) -> Any:
+    """Return −Σ t log p of logits [N, V] and distributions t [N, V]: the divergence plus the entropy of the target."""
+    known = x.ndim == 2 and not x.recipe.mask_ops() and x.recipe.meaning.factor == 1.0 and _meaning_of(x, "z", "log p")
+    losses = _divergences_from(x, target) if known else NotImplemented
+    if losses is NotImplemented:
+        return losses
+    losses = losses + torch.special.entr(target.to(accumulation_dtype(target.dtype))).sum(-1)
+    return losses if reduction == "none" else losses.sum() / (len(x) if reduction == "mean" else 1)
+
+
 def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, weight: Tensor | None) -> Tensor:
     """Apply class weights to the ``loss`` of each token and reduce it. Without class weights, the mean of no labels is 0."""
     valid = labels != ignore_index
@@ -452,6 +466,44 @@ def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, w
         return loss
     total = 1 if reduction == "sum" else valid.sum().clamp(min=1) if weight is None else weights.sum()
     return loss.sum() / total
+
+
+@implements("kl_div")
+def _kl_div(
+    x: Any,
+    target: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    """Compute ``F.kl_div`` of log-probabilities, reduced to one number, if the target needs no gradient."""
+    divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, _meaning_of(x, "log p")
+    if found is None or found.factor != 1.0 or not (size_average is reduce is None and reduction in divisors):
+        return NotImplemented
+    losses = _divergences_from(x, target, log_target)
+    return losses if losses is NotImplemented else losses.sum() / divisors[reduction]
+
+
+def _divergences_from(x: Any, target: Any, log_target: bool = False) -> Any:
+    """Return Σ t (log t − log p) [...] for the targets t [..., V], by ``linear_divergence`` with t as the teacher.
+
+    With m = Σ t, this is m times the divergence of t / m, plus m log m.
+    """
+    known = isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
+    if not known or target.shape != x.shape or target.device != x.device or target.requires_grad or not _can_block(x):
+        return NotImplemented
+
+    def fused(r: Recipe) -> tuple[Tensor]:
+        given, arguments = target.to(accumulation_dtype(target.dtype)), r.loss_arguments()
+        config, log_t = arguments.pop("config"), given if log_target else given.log()
+        mass = given.logsumexp(-1).exp() if log_target else given.sum(-1)
+        options = Options(0.0, 1.0, "none", summed=False)
+        found = divergences(TeacherHead(**arguments), log_t, options, mass != 0, config)[0]
+        return (mass * found + torch.xlogy(mass, mass),)
+
+    native = lambda z: (F.kl_div(z.log_softmax(-1), target, reduction="none", log_target=log_target).sum(-1),)  # noqa: E731
+    return _fused_or_native(x, fused, native)[0]
 
 
 def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, Tensor]:

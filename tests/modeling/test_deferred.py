@@ -29,6 +29,7 @@ from hf_cce.deferred.training_call import TrainingCall
 
 B, S, D, V = 4, 9, 16, VOCAB_SIZE
 MASK = torch.arange(B * S).view(B, S) % 3 != 1
+TEACHER = torch.randn(B, S, V, generator=torch.Generator().manual_seed(7))
 INDEX = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(2))
 ROWS = torch.tensor([1, 0])
 CLASS_WEIGHTS = torch.linspace(0.1, 2.0, V)
@@ -284,6 +285,19 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "most likely five": lambda x: x.detach().topk(5).indices,
     "most likely entry and its logit": lambda x: x.max(-1)[0].square(),
     "most likely three logits": lambda x: torch.topk(x, 3, dim=-1).values.square(),
+    "divergence": lambda x: F.kl_div(x.log_softmax(-1), cut(x, TEACHER).softmax(-1), reduction="batchmean"),
+    "divergence from log-probabilities": lambda x: F.kl_div(
+        x.log_softmax(-1), cut(x, TEACHER).log_softmax(-1), reduction="sum", log_target=True
+    ),
+    "divergence from unnormalized probabilities, some zero": lambda x: F.kl_div(
+        x.log_softmax(-1), cut(x, TEACHER).relu() * cut(x, MASK)[..., None]
+    ),
+    "cross entropy of a distribution, as a divergence": lambda x: F.cross_entropy(
+        x.flatten(0, 1) / 2.0, cut(x, TEACHER).flatten(0, 1).softmax(-1)
+    ),
+    "cross entropies of distributions, as divergences": lambda x: F.cross_entropy(
+        x.flatten(0, 1), cut(x, TEACHER).flatten(0, 1).relu(), reduction="none"
+    ),
     "most likely of a part": lambda x: torch.chunk(x.detach(), 3)[0].argmax(-1),
     "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
     "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
@@ -536,7 +550,8 @@ def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], wi
     with logits_made(B * S) as seen:
         actual = run_on_logits(use_logits, torch.float32, True, bias, with_labels)
     assert actual[2].stats.materialized == 0
-    assert seen == [] or "most likely" in name  # computes the logits of a few tokens at a time; here all fit
+    # Most likely entries: from the logits of a few tokens at a time; here all fit. Divergences: the target is as large.
+    assert seen == [] or "most likely" in name or "divergence" in name
     assert not with_labels or actual[2].fused == LOSS_COUNTS.get(name, 1)
     assert actual[0].dtype is twin[0].dtype
     if not exact[0].is_floating_point():
@@ -573,7 +588,6 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), labels()),
     "vocabulary slice of a distribution": lambda x: x.softmax(-1)[..., 3:20],
     "softmax over tokens": lambda x: x.softmax(1),
-    "divergence": lambda x: F.kl_div(x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(B, S, V), reduction="sum"),
     "product with a detached tensor": lambda x: (x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
     "log-probabilities times the softmax of a leaf": lambda x: (
         x.detach().requires_grad_().softmax(-1) * x.log_softmax(-1)
@@ -586,7 +600,11 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,
     "tokens first": lambda x: x.transpose(0, 1).contiguous(),
-    "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
+    "probabilities, smoothed": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V), label_smoothing=0.1),
+    "divergence of each entry": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none").sum(-1),
+    "divergence from a student": lambda x: F.kl_div(
+        x.log_softmax(-1), TEACHER.softmax(-1).requires_grad_(), reduction="sum"
+    ),
     "one token": lambda x: F.cross_entropy(x[0, 1], torch.tensor(5)),
     "two tanh": lambda x: flat_loss(torch.tanh(torch.tanh(x))),
     "negative scale": lambda x: flat_loss(-1.0 * x),
