@@ -45,6 +45,7 @@ from hf_cce.spec import accumulation_dtype
 HANDLERS: dict[str, Callable[..., Any]] = {}
 # Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy", "nll_loss"}
+DIVERGENCES = {"sum", "mean", "detach"}  # supported on the terms of ``F.kl_div``
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
@@ -449,9 +450,9 @@ def _loss(
 def _cross_entropy_of_distributions(x: Any, target: Tensor, reduction: str) -> Any:
     """Return −Σ t log p of logits [N, V] and distributions t [N, V]: the divergence plus the entropy of the target."""
     known = x.ndim == 2 and not x.recipe.mask_ops() and x.recipe.meaning.factor == 1.0 and _meaning_of(x, "z", "log p")
-    losses = _divergences_from(x, target) if known else NotImplemented
-    if losses is NotImplemented:
-        return losses
+    if not known or not _is_target(x, target):
+        return NotImplemented
+    losses = _divergences_from(x, lambda z: (F.kl_div(z.log_softmax(-1), target, reduction="none").sum(-1),), target)
     losses = losses + torch.special.entr(target.to(accumulation_dtype(target.dtype))).sum(-1)
     return losses if reduction == "none" else losses.sum() / (len(x) if reduction == "mean" else 1)
 
@@ -477,22 +478,36 @@ def _kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Compute ``F.kl_div`` of log-probabilities, reduced to one number, if the target needs no gradient."""
-    divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, _meaning_of(x, "log p")
-    if found is None or found.factor != 1.0 or not (size_average is reduce is None and reduction in divisors):
+    """Record the terms of ``F.kl_div`` for a target without a gradient; if they are to be reduced, sum them."""
+    divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, x.recipe.meaning
+    known = found.kind == "log p" and found.factor == 1.0 and size_average is reduce is None
+    if not known or not _is_target(x, target) or reduction not in (*divisors, "none"):
         return NotImplemented
-    losses = _divergences_from(x, target, log_target)
-    return losses if losses is NotImplemented else losses.sum() / divisors[reduction]
+    version = version_of(target)
+
+    def given() -> tuple[Tensor, bool]:
+        if version_of(target) != version:
+            raise RuntimeError(
+                "the target of F.kl_div was modified in place before the divergence was used; modify a copy"
+            )
+        return target, log_target
+
+    terms = _elementwise(_cast(x, torch.promote_types(x.dtype, target.dtype)), ("kl_div", given), nonlinear=True)
+    return terms if reduction == "none" else terms.sum() / divisors[reduction]
 
 
-def _divergences_from(x: Any, target: Any, log_target: bool = False) -> Any:
+def _is_target(x: Any, target: Any) -> bool:
+    """Return True if ``target`` is given for each entry of ``x`` and needs no gradient."""
+    known = isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
+    same = known and target.shape == x.shape and target.device == x.device
+    return same and not target.requires_grad and _can_block(x)
+
+
+def _divergences_from(x: Any, native: Any, target: Tensor, log_target: bool = False) -> Tensor:
     """Return Σ t (log t − log p) [...] for the targets t [..., V], by ``linear_divergence`` with t as the teacher.
 
-    With m = Σ t, this is m times the divergence of t / m, plus m log m.
+    With m = Σ t, this is m times the divergence of t / m, plus m log m. ``native``: see ``_fused_or_native``.
     """
-    known = isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
-    if not known or target.shape != x.shape or target.device != x.device or target.requires_grad or not _can_block(x):
-        return NotImplemented
 
     def fused(r: Recipe) -> tuple[Tensor]:
         given, arguments = target.to(accumulation_dtype(target.dtype)), r.loss_arguments()
@@ -502,7 +517,6 @@ def _divergences_from(x: Any, target: Any, log_target: bool = False) -> Any:
         found = divergences(TeacherHead(**arguments), log_t, options, mass != 0, config)[0]
         return (mass * found + torch.xlogy(mass, mass),)
 
-    native = lambda z: (F.kl_div(z.log_softmax(-1), target, reduction="none", log_target=log_target).sum(-1),)  # noqa: E731
     return _fused_or_native(x, fused, native)[0]
 
 
@@ -609,8 +623,8 @@ def _take_along_dim(x: Any, indices: Any, dim: Any = None) -> Any:
 
 @implements("sum")
 def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Sum logits, log p (label smoothing), p · log p or p · z (entropies) over the vocabulary, or over everything."""
-    found, over = _meaning_of(x, "z", "log p", "p log p", "p z"), _over_vocabulary(x, dim)
+    """Sum logits, log p (label smoothing), p · log p, p · z (entropies) or terms of ``F.kl_div``, over the vocabulary or all."""
+    found, over = _meaning_of(x, "z", "log p", "p log p", "p z", "kl_div"), _over_vocabulary(x, dim)
     if found is None or x.numel() == 0 or not (over or (dim is None and not keepdim)):
         return NotImplemented
     linear = found.kind in ("z", "log p")
@@ -626,7 +640,11 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
     wanted = {"mean_logit": linear, "logsumexp": found.kind in ("log p", "p z"), "entropy": not linear}
-    (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
+    native = lambda z: (z.sum(-1),)  # noqa: E731
+    if found.kind == "kl_div":
+        total = _divergences_from(x, native, *x.recipe.ops[-1][1]())
+    else:
+        (total,) = _statistics_of_ids(x, None, result, native, **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
 

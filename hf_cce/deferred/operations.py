@@ -6,10 +6,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # On logits: ("mul" | "div", number), ("tanh", None), ("to", dtype | device), ("mask", (token ids, number)). Distributions:
-# ("softmax" | "log_softmax", None), then those of ``_NEXT``; or ("product", (ops, ops)), the product of two results.
+# ("softmax" | "log_softmax", None), then those of ``_NEXT``; or ("product", (ops, ops)), the product of two results. Finally
+# ("kl_div", function that returns (target, log_target)), the terms of ``F.kl_div``.
 Op = tuple[str, Any]
 # What an operation makes of a distribution
 _NEXT = {
@@ -18,6 +20,7 @@ _NEXT = {
     ("log p", "softmax"): "p",
     ("log p", "log_softmax"): "log p",
     ("log p", "clamp"): "finite log p",
+    ("log p", "kl_div"): "kl_div",
 }
 
 
@@ -28,6 +31,9 @@ def apply_ops(ops: tuple[Op, ...], logits: Tensor) -> Tensor:
             logits[..., value[0].to(logits.device)] = value[1]
         elif name == "product":
             logits = apply_ops(value[0], logits) * apply_ops(value[1], logits)
+        elif name == "kl_div":
+            target, log_target = value()
+            logits = F.kl_div(logits, target, reduction="none", log_target=log_target)
         elif name in ("softmax", "log_softmax"):
             logits = getattr(logits, name)(-1)
         else:
@@ -66,7 +72,7 @@ def closed_form(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
 class Meaning(NamedTuple):
     """Result of ``ops`` on the output of a head: ``factor`` times logits z or, with p = softmax(z), times p, log p, …"""
 
-    kind: str | None  # "z", "p", "log p", "finite log p", "p log p", "p z"; None for anything else
+    kind: str | None  # "z", "p", "log p", "finite log p", "p log p", "p z", "kl_div"; None for anything else
     factor: float  # always 1 for "z"
     form: tuple[float, float | None] | None  # the ``closed_form`` of the logits
     logit_ops: tuple[Op, ...]  # those that compute z

@@ -286,6 +286,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "most likely entry and its logit": lambda x: x.max(-1)[0].square(),
     "most likely three logits": lambda x: torch.topk(x, 3, dim=-1).values.square(),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), cut(x, TEACHER).softmax(-1), reduction="batchmean"),
+    "divergence of each token": lambda x: F.kl_div(
+        x.log_softmax(-1), cut(x, TEACHER).log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1).square(),
     "divergence from log-probabilities": lambda x: F.kl_div(
         x.log_softmax(-1), cut(x, TEACHER).log_softmax(-1), reduction="sum", log_target=True
     ),
@@ -543,6 +546,15 @@ def test_gradients_of_many_tokens_are_summed_in_float32(name: str) -> None:
         assert_all_accurate(gradients(torch.bfloat16, head), plain, exact)
 
 
+def test_target_of_a_divergence_must_not_change_before_the_sum() -> None:
+    target = TEACHER.softmax(-1)
+    terms: Any = F.kl_div(lazy_logits(*make_inputs()).log_softmax(-1), target, reduction="none")
+    target.mul_(0.5)
+    for use in (terms.sum, terms.square):
+        with pytest.raises(RuntimeError, match="modified in place"):
+            use()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("name", "use_logits", "with_labels"), CASES)
 def test_computed_without_logits(name: str, use_logits: Callable[[Any], Any], with_labels: bool, bias: bool) -> None:
@@ -601,7 +613,9 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "many entries": lambda x: x.topk(70).values,
     "tokens first": lambda x: x.transpose(0, 1).contiguous(),
     "probabilities, smoothed": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V), label_smoothing=0.1),
-    "divergence of each entry": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none").sum(-1),
+    "divergence of each entry": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none"),
+    "divergence of some entries": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none")[1].sum(-1),
+    "divergence of two": lambda x: 2.0 * F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none").sum(1),
     "divergence from a student": lambda x: F.kl_div(
         x.log_softmax(-1), TEACHER.softmax(-1).requires_grad_(), reduction="sum"
     ),
