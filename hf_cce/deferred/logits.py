@@ -91,13 +91,8 @@ class LazyLogits(LazyTensor):
         return self.shared_storage.is_modified or self.shared_storage.is_exposed
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        supported = (
-            CLASS_FIRST
-            if self.recipe.class_first
-            else DIVERGENCES
-            if self.recipe.meaning.kind == "kl_div"
-            else HANDLERS
-        )
+        limited = DIVERGENCES if self.recipe.meaning.kind == "kl_div" else HANDLERS
+        supported = CLASS_FIRST if self.recipe.class_first else limited
         if name not in supported or transformed():
             return NotImplemented
         return super()._call_handler(name, args, kwargs)
