@@ -510,9 +510,10 @@ def _divergences_from(x: Any, native: Any, target: Tensor, log_target: bool = Fa
     """
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        given, arguments = target.to(accumulation_dtype(target.dtype)), r.loss_arguments()
-        config, log_t = arguments.pop("config"), given if log_target else given.log()
-        mass = given.logsumexp(-1).exp() if log_target else given.sum(-1)
+        log_t, arguments = target.to(accumulation_dtype(target.dtype)), r.loss_arguments()
+        config, mass = arguments.pop("config"), log_t.logsumexp(-1).exp() if log_target else log_t.sum(-1)
+        if not log_target:
+            log_t = log_t.log() if log_t is target else log_t.log_()
         options = Options(0.0, 1.0, "none", summed=False)
         found = divergences(TeacherHead(**arguments), log_t, options, mass != 0, config)[0]
         return (mass * found + torch.xlogy(mass, mass),)
