@@ -38,14 +38,15 @@ from hf_cce.deferred.operations import (
 )
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.divergence import Options, TeacherHead, divergences
-from hf_cce.loss import linear_cross_entropy, linear_log_probs
+from hf_cce.loss import has_few_tokens, linear_cross_entropy, linear_log_probs
+from hf_cce.quantized import FrozenWeight
 from hf_cce.sharded import is_dtensor
 from hf_cce.spec import accumulation_dtype
 
 HANDLERS: dict[str, Callable[..., Any]] = {}
 # Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy", "nll_loss"}
-DIVERGENCES = {"sum", "mean", "detach"}  # supported on the terms of ``F.kl_div``
+ON_TERMS = {"sum", "mean", "detach"}  # operations supported on the terms of ``F.kl_div``
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
@@ -396,13 +397,10 @@ def _loss(
 ) -> Any:
     """Compute ``F.cross_entropy`` of logits [N, V] and integer labels [N], or [B, V, S] and [B, S], with the fused loss.
 
-    ``F.nll_loss`` of log_softmax is the same. Class weights need full logits with label smoothing or probabilities as targets, as
-    do these two together. If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
+    ``F.nll_loss`` of log_softmax is the same. Probabilities as targets, and class weights with label smoothing, need full logits.
+    If every label is ignored, the fused mean is zero, or NaN in evaluation; torch's is NaN.
     """
     call, smooth = x.recipe.call, any(smoothing.values())  # only F.cross_entropy has label_smoothing
-    if isinstance(target, Tensor) and target.is_floating_point():
-        plain = name == "cross_entropy" and weight is size_average is reduce is None and not smooth
-        return _cross_entropy_of_distributions(x, target, reduction) if plain else NotImplemented
     kinds = ("z", "log p") if name == "cross_entropy" else ("log p",)  # log_softmax of log p is log p
     found = _meaning_of(x, *kinds)
     known = found is not None and found.factor == 1.0 and size_average is reduce is None
@@ -447,16 +445,6 @@ def _loss(
     return loss.to(x.device, torch.promote_types(loss.dtype, x.dtype))
 
 
-def _cross_entropy_of_distributions(x: Any, target: Tensor, reduction: str) -> Any:
-    """Return −Σ t log p of logits [N, V] and distributions t [N, V]: the divergence plus the entropy of the target."""
-    known = x.ndim == 2 and not x.recipe.mask_ops() and x.recipe.meaning.factor == 1.0 and _meaning_of(x, "z", "log p")
-    if not known or not _is_target(x, target):
-        return NotImplemented
-    losses = _divergences_from(x, lambda z: (F.kl_div(z.log_softmax(-1), target, reduction="none").sum(-1),), target)
-    losses = losses + torch.special.entr(target.to(accumulation_dtype(target.dtype))).sum(-1)
-    return losses if reduction == "none" else losses.sum() / (len(x) if reduction == "mean" else 1)
-
-
 def _weighted(loss: Tensor, labels: Tensor, reduction: str, ignore_index: int, weight: Tensor | None) -> Tensor:
     """Apply class weights to the ``loss`` of each token and reduce it. Without class weights, the mean of no labels is 0."""
     valid = labels != ignore_index
@@ -481,7 +469,9 @@ def _kl_div(
     """Record the terms of ``F.kl_div`` for a target without a gradient; if they are to be reduced, sum them."""
     divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, x.recipe.meaning
     known = found.kind == "log p" and found.factor == 1.0 and size_average is reduce is None
-    if not known or not _is_target(x, target) or reduction not in (*divisors, "none"):
+    known = known and reduction in (*divisors, "none") and can_compute_divergences(x)
+    known = known and isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
+    if not known or target.shape != x.shape or target.device != x.device or target.requires_grad or not _can_block(x):
         return NotImplemented
     version = version_of(target)
 
@@ -496,21 +486,17 @@ def _kl_div(
     return terms if reduction == "none" else terms.sum() / divisors[reduction]
 
 
-def _is_target(x: Any, target: Any) -> bool:
-    """Return True if ``target`` is given for each entry of ``x`` and needs no gradient."""
-    known = isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
-    same = known and target.shape == x.shape and target.device == x.device
-    return same and not target.requires_grad and _can_block(x)
+def _divergences_from(x: Any, target: Tensor, log_target: bool) -> Tensor:
+    """Sum the terms t (log t − log p) of ``F.kl_div`` over the vocabulary, with the target t as ``linear_divergence``'s teacher.
 
-
-def _divergences_from(x: Any, native: Any, target: Tensor, log_target: bool = False) -> Tensor:
-    """Return Σ t (log t − log p) [...] for the targets t [..., V], by ``linear_divergence`` with t as the teacher.
-
-    With m = Σ t, this is m times the divergence of t / m, plus m log m. ``native``: see ``_fused_or_native``.
+    With m = Σ t, the sum is m times the divergence of t / m, plus m log m.
     """
+    acc_dtype = accumulation_dtype(x.dtype)
 
     def fused(r: Recipe) -> tuple[Tensor]:
-        log_t, arguments = target.to(accumulation_dtype(target.dtype)), r.loss_arguments()
+        if has_few_tokens(r.hidden_states, r.weight, r.call.config):
+            return (r.build().sum(-1, dtype=acc_dtype),)
+        log_t, arguments = target.to(acc_dtype), r.loss_arguments()
         config, mass = arguments.pop("config"), log_t.logsumexp(-1).exp() if log_target else log_t.sum(-1)
         if not log_target:
             log_t = log_t.log() if log_t is target else log_t.log_()
@@ -518,7 +504,7 @@ def _divergences_from(x: Any, native: Any, target: Tensor, log_target: bool = Fa
         found = divergences(TeacherHead(**arguments), log_t, options, mass != 0, config)[0]
         return (mass * found + torch.xlogy(mass, mass),)
 
-    return _fused_or_native(x, fused, native)[0]
+    return _fused_or_native(x, fused, lambda z: (z.sum(-1),))[0]
 
 
 def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -534,6 +520,11 @@ def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tup
     if row_mask is not None:  # masked rows are zero, so a later request for all rows must not reuse this pass
         x.recipe.call.last_pass = None
     return log_p, entropy
+
+
+def can_compute_divergences(x: Any) -> bool:
+    """Return True unless the head is quantized: ``linear_divergence`` reads the memory of the weight."""
+    return not isinstance(x.recipe.weight, FrozenWeight)
 
 
 def can_compute_log_probs(x: Any, index: Any = None) -> bool:
@@ -641,11 +632,10 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
         return (found.factor * (-each.entropy if found.kind == "p log p" else each.logsumexp - each.entropy),)
 
     wanted = {"mean_logit": linear, "logsumexp": found.kind in ("log p", "p z"), "entropy": not linear}
-    native = lambda z: (z.sum(-1),)  # noqa: E731
     if found.kind == "kl_div":
-        total = _divergences_from(x, native, *x.recipe.ops[-1][1]())
+        total = _divergences_from(x, *x.recipe.ops[-1][1]())
     else:
-        (total,) = _statistics_of_ids(x, None, result, native, **wanted)
+        (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
     return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
 

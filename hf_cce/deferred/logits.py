@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_cce.deferred.handlers import CLASS_FIRST, DIVERGENCES, HANDLERS
+from hf_cce.deferred.handlers import CLASS_FIRST, HANDLERS, ON_TERMS
 from hf_cce.deferred.lazy_tensor import (
     FusedResult,
     HeadOutput,
@@ -91,8 +91,8 @@ class LazyLogits(LazyTensor):
         return self.shared_storage.is_modified or self.shared_storage.is_exposed
 
     def _call_handler(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        limited = DIVERGENCES if self.recipe.meaning.kind == "kl_div" else HANDLERS
-        supported = CLASS_FIRST if self.recipe.class_first else limited
+        are_terms = self.recipe.meaning.kind == "kl_div"
+        supported = CLASS_FIRST if self.recipe.class_first else ON_TERMS if are_terms else HANDLERS
         if name not in supported or transformed():
             return NotImplemented
         return super()._call_handler(name, args, kwargs)

@@ -142,7 +142,7 @@ def add_and_round(
     """Write (scale · product + addends) · grad to ``out``, rounded to its dtype."""
     rows, d = product.shape
     _finish_kernel[(ceil_div(rows, BLOCK_R), ceil_div(d, 128))](
-        product, scale, *(addends or [None] * 5), grad, out, first_row // BLOCK_R, rows, d, product.stride(0),
+        product, scale, *(addends or [None] * len(Addends._fields)), grad, out, first_row // BLOCK_R, rows, d, product.stride(0),
         0 if addends is None else addends.matrix.stride(0), PRECISION="upcast" if product.is_cpu else "ieee",
         BLOCK_R=BLOCK_R, BLOCK_T=32, BLOCK_D=128, num_stages=1,
     )  # fmt: skip

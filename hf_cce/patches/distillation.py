@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cce.deferred.handlers import can_compute_log_probs
+from hf_cce.deferred.handlers import can_compute_divergences, can_compute_log_probs
 from hf_cce.deferred.logits import LazyLogits
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.divergence import Options, TeacherHead, divergences
@@ -100,7 +100,8 @@ def _on_logits(original: Any, *args: Any, **kwargs: Any) -> Any:
     values: Any = map(given.arguments.get, ARGUMENTS_ON_LOGITS)
     student, teacher, labels, beta, temperature, reduction, probs, items = values
     known = isinstance(student, LazyLogits) and isinstance(teacher, Tensor) and not isinstance(teacher, LazyLogits)
-    known = known and can_compute_log_probs(student) and student.shape == teacher.shape and not teacher.requires_grad
+    known = known and can_compute_log_probs(student) and can_compute_divergences(student)
+    known = known and student.shape == teacher.shape and not teacher.requires_grad
     if not known or probs or reduction not in ("batchmean", "sum") or not 0.0 <= beta <= 1.0:
         return original(*args, **kwargs)
     mask = torch.ones_like(teacher[..., 0], dtype=torch.bool) if labels is None else labels != -100

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from hf_cce.config import CCEConfig
-from hf_cce.deferred import lazy_tensor, logit_statistics
+from hf_cce.deferred import handlers, lazy_tensor, logit_statistics
 from hf_cce.deferred.head_input import wrap_head_input
 from hf_cce.deferred.lazy_tensor import LazyGrad
 from hf_cce.deferred.logits import LazyLogits, lazy_logits
 from hf_cce.deferred.recipe import Recipe
 from hf_cce.deferred.training_call import TrainingCall
+from hf_cce.quantized import FrozenWeight
 
 B, S, D, V = 4, 9, 16, VOCAB_SIZE
 MASK = torch.arange(B * S).view(B, S) % 3 != 1
@@ -295,12 +296,6 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "divergence from unnormalized probabilities, some zero": lambda x: F.kl_div(
         x.log_softmax(-1), cut(x, TEACHER).relu() * cut(x, MASK)[..., None]
     ),
-    "cross entropy of a distribution, as a divergence": lambda x: F.cross_entropy(
-        x.flatten(0, 1) / 2.0, cut(x, TEACHER).flatten(0, 1).softmax(-1)
-    ),
-    "cross entropies of distributions, as divergences": lambda x: F.cross_entropy(
-        x.flatten(0, 1), cut(x, TEACHER).flatten(0, 1).relu(), reduction="none"
-    ),
     "most likely of a part": lambda x: torch.chunk(x.detach(), 3)[0].argmax(-1),
     "parts": lambda x: torch.stack([part.mean() for part in x.chunk(3, dim=0)]),
     "parts of a sequence": lambda x: torch.stack([part.mean() for part in x.chunk(2, 1)]),
@@ -546,6 +541,33 @@ def test_gradients_of_many_tokens_are_summed_in_float32(name: str) -> None:
         assert_all_accurate(gradients(torch.bfloat16, head), plain, exact)
 
 
+def test_divergence_with_a_quantized_head_gets_full_logits() -> None:
+    """``linear_divergence`` would give the kernels the address of a weight without memory."""
+    hidden, weight, _ = make_inputs()
+    frozen = FrozenWeight.of(
+        lambda start, stop, dtype: weight[start:stop].detach().to(dtype),
+        None,
+        weight.shape,
+        weight.dtype,
+        weight.device,
+    )
+    call = TrainingCall(CCEConfig(), labels=False)
+    losses = [
+        F.kl_div(logits.log_softmax(-1), TEACHER.softmax(-1), reduction="sum")
+        for logits in (lazy_logits(hidden, frozen, None, call=call), F.linear(hidden, weight))
+    ]
+    assert torch.equal(*losses) and call.stats.materialized == 1
+
+
+def test_divergence_of_few_tokens_on_a_gpu_uses_torch_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "has_few_tokens", lambda *args: True)
+    divergence = FUSED_OPS["divergence of each token"]
+    (ours, grads, call), (theirs, expected, _) = (
+        run_on_logits(divergence, torch.float32, deferred) for deferred in (True, False)
+    )
+    assert torch.equal(ours, theirs) and all(map(torch.equal, grads, expected)) and call.stats.materialized == 0
+
+
 def test_target_of_a_divergence_must_not_change_before_the_sum() -> None:
     target = TEACHER.softmax(-1)
     terms: Any = F.kl_div(lazy_logits(*make_inputs()).log_softmax(-1), target, reduction="none")
@@ -612,7 +634,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "smallest entries": lambda x: x.topk(3, largest=False).values,
     "many entries": lambda x: x.topk(70).values,
     "tokens first": lambda x: x.transpose(0, 1).contiguous(),
-    "probabilities, smoothed": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V), label_smoothing=0.1),
+    "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
     "divergence of each entry": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none"),
     "divergence of some entries": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none")[1].sum(-1),
     "divergence of two": lambda x: 2.0 * F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none").sum(1),
