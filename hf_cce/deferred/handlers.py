@@ -523,8 +523,8 @@ def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tup
 
 
 def can_compute_divergences(x: Any) -> bool:
-    """Return True unless the head is quantized: ``linear_divergence`` reads the memory of the weight."""
-    return not isinstance(x.recipe.weight, FrozenWeight)
+    """Return True unless the head is quantized or sharded: ``linear_divergence`` reads the memory of the whole weight."""
+    return not isinstance(x.recipe.weight, FrozenWeight) and not is_dtensor(x.recipe.weight)
 
 
 def can_compute_log_probs(x: Any, index: Any = None) -> bool:
