@@ -46,7 +46,7 @@ ONE_BLOCK_BYTES = 256 << 20
 ONE_PASS_TOKENS = 1024  # tokens per block of a divergence whose gradients are summed over blocks, by default
 TILE_TOKENS = 512  # tokens from which the kernels, too, multiply for a divergence
 # By default, all logits of a divergence in 16 bits are kept up to one of these sizes, depending on what blocks cost.
-SMALL_LOGITS, LARGE_LOGITS = 512 << 20, 2 << 30
+SMALL_LOGITS, MEDIUM_LOGITS, LARGE_LOGITS = 512 << 20, 2 << 30, 4 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -335,15 +335,15 @@ def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tu
     return kept, memory_budget - kept, 2 * kept <= memory_budget
 
 
-def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, summed: bool) -> DivergencePlan:
+def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, teacher: str, summed: bool) -> DivergencePlan:
     """Return how to compute a divergence.
 
-    ``kernels``: they support the teacher. ``top_k``: the teacher is given by its most probable tokens. ``summed``: the upstream
-    gradient is the same for all tokens.
+    ``kernels``: they support the teacher, which is given by its "head", its "logits" or its "top_k" tokens. ``summed``: the
+    upstream gradient is the same for all tokens.
     """
     kept, workspace, fits = _kept_logits(p, spec.memory_budget, spec.auto_budget, any(spec.needs))
     triton = kernels and runs_kernels(p.device, p.dtype, spec.implementation)
-    tiles = triton and not top_k and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
+    tiles = triton and teacher != "top_k" and choose_implementation(p.device, p.dtype, spec.implementation) == "triton"
     # PyTorch's products would be rounded to bfloat16.
     multiplies = tiles and p.dtype == torch.bfloat16 and p.tokens >= TILE_TOKENS
     narrow = p.dtype not in FULL_PRECISION
@@ -360,15 +360,16 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, top_k: bool, 
     # Bytes of float32 sums beside the buffers of the gradients
     sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
     if tiles:  # blocks compute the logits twice, unless all upstream gradients are equal
-        if any(spec.needs) and kept <= (SMALL_LOGITS if one_pass else LARGE_LOGITS):
+        most = SMALL_LOGITS if one_pass and teacher == "head" else LARGE_LOGITS  # given logits take as much
+        if any(spec.needs) and kept <= most:
             return keep._replace(memory_budget=max(workspace, 1 << 30))
         of_both = 2 * p.dtype.itemsize * p.vocab_size  # the logits of a token, of student and teacher
         return in_blocks._replace(memory_budget=sums + ONE_PASS_TOKENS * of_both)
-    if one_pass and narrow and not top_k and kept > LARGE_LOGITS:
-        return in_blocks._replace(memory_budget=sums + LARGE_LOGITS)
+    if one_pass and narrow and teacher != "top_k" and kept > MEDIUM_LOGITS:
+        return in_blocks._replace(memory_budget=sums + MEDIUM_LOGITS)
     # Half of it is for chunks; for few tokens, as much as full logits take
     logits = p.tokens * p.vocab_size
-    most = 2 * min(8 * logits, 1 << 30) if top_k else min(BYTES_PER_LOGIT * logits, 1 << 30)
+    most = 2 * min(8 * logits, 1 << 30) if teacher == "top_k" else min(BYTES_PER_LOGIT * logits, 1 << 30)
     return keep._replace(memory_budget=max(2 * workspace, most))
 
 

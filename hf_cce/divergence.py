@@ -62,6 +62,13 @@ class TeacherTopK(NamedTuple):
     tail: Tail = "lump"
 
 
+class Target(NamedTuple):
+    """A teacher given by probabilities [..., V], which need not sum to 1, or by their logarithms. Only for the forward KL."""
+
+    values: Tensor
+    log: bool
+
+
 class Options(NamedTuple):
     """The options of ``divergences`` beside ``CCEConfig``."""
 
@@ -237,7 +244,7 @@ def _of_rows(
 
 def divergences(
     student: TeacherHead,
-    teacher: TeacherHead | TeacherTopK | Tensor,
+    teacher: TeacherHead | TeacherTopK | Target | Tensor,
     options: Options,
     mask: Tensor | None,
     config: CCEConfig | None,
@@ -258,16 +265,16 @@ def divergences(
     given = _prepare_teacher(teacher, x, temperature)
     # Raises if kernels are required, but cannot run.
     choose_implementation(device, dtype, config.implementation)
-    top_k = isinstance(given, TopK)
     if isinstance(given, TopK):
-        kernels = given.ids.shape[1] <= MAX_TOP_K
+        kernels, form = given.ids.shape[1] <= MAX_TOP_K, "top_k"
     else:
         kernels = given.hidden.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        form = "logits" if given.weight is None else "head"
     operands = head[:3]
     needs: Any = tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in operands)
     problem = Problem(n, head.hidden.shape[1], len(head.weight), dtype, device)
     loss_spec = LossSpec.of(config, n, needs)
-    spec = DivergenceSpec(beta, entropy, dispatch_divergence(problem, loss_spec, kernels, top_k, summed))
+    spec = DivergenceSpec(beta, entropy, dispatch_divergence(problem, loss_spec, kernels, form, summed))
     found, entropies = Divergence.apply(
         *operands, head, given, Tokens.of(flat, device), spec, factor if any(needs) else None
     )
@@ -287,7 +294,7 @@ def _prepare_head(x: TeacherHead, prefix: str, temperature: float) -> Head:
 
 
 def _prepare_teacher(
-    teacher: TeacherHead | TeacherTopK | Tensor, student_hidden: Tensor, temperature: float
+    teacher: TeacherHead | TeacherTopK | Target | Tensor, student_hidden: Tensor, temperature: float
 ) -> Head | TopK:
     """Check the teacher; return it detached and flattened."""
     if isinstance(teacher, TeacherTopK):
@@ -296,6 +303,9 @@ def _prepare_teacher(
         found = _prepare_head(teacher, "teacher ", temperature)
         found = Head._make(x.detach() if isinstance(x, Tensor) else x for x in found)
         shape, name = teacher.hidden_states.shape, "hidden"
+    elif isinstance(teacher, Target):
+        shape, name = teacher.values.shape, "values"
+        found = Head(teacher.values.reshape(-1, shape[-1]), None, None, 1.0, 0.0, "log p" if teacher.log else "p")
     elif isinstance(teacher, Tensor):
         if not teacher.is_floating_point() or teacher.dim() < 1 or teacher.shape[-1] == 0:
             raise ValueError(

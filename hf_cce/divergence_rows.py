@@ -206,12 +206,14 @@ class HeadRows(DivergenceRows):
             log_ps = F.log_softmax(x, 1, dtype=acc_dtype)
             logit_derivative = 1.0 if scale is None else student.logit_derivative(x)
             del x
-            log_pt = F.log_softmax(teacher.finish(zt[chunk], acc_dtype), 1, dtype=acc_dtype)
+            log_pt = teacher.log_probs(zt[chunk], acc_dtype)
             if entropy is not None:
                 entropy[chunk] = -expectation(log_ps.exp(), log_ps.clone(), infinite)
             divergence[chunk], neg_grad, p = divergence_and_neg_grad(log_ps, log_pt, spec.beta, infinite)
             del log_ps, log_pt
             if scale is not None:
+                if teacher.form != "logits":
+                    p.mul_(neg_grad.sum(1, keepdim=True))
                 _write_gradient(z[chunk], neg_grad, p, spec.beta, logit_derivative, scale_of(scale, chunk))
             del neg_grad, p, logit_derivative
 

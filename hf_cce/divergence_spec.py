@@ -8,9 +8,10 @@ m = (1 − β) p_student + β p_teacher, as in TRL's ``DistillationTrainer``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_cce.reference import apply_scale_and_softcap_
@@ -20,11 +21,12 @@ from hf_cce.spec import DivergencePlan
 class Head(NamedTuple):
     """Operands of the logits softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap)."""
 
-    hidden: Tensor  # [N, D]; the logits [N, V] if weight is None
+    hidden: Tensor  # [N, D]; if weight is None, [N, V] of what ``form`` says
     weight: Any  # [V, D] or None
     bias: Tensor | None  # [V]
     logit_scale: float  # includes the temperature, like softcap
     softcap: float  # 0: none
+    form: Literal["logits", "p", "log p"] = "logits"  # p need not sum to 1
 
     def columns(self, start: int, stop: int) -> Head:
         """Return the head for the vocabulary entries [start, stop)."""
@@ -38,6 +40,13 @@ class Head(NamedTuple):
         if self.logit_scale == 1.0 and not self.softcap:
             return z
         return apply_scale_and_softcap_(z.to(dtype, copy=True), self.logit_scale, self.softcap)
+
+    def log_probs(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return log p in ``dtype``, never ``z`` itself, from hidden · weightᵀ + bias or what ``form`` says."""
+        if self.form == "logits":
+            return F.log_softmax(self.finish(z, dtype), 1, dtype=dtype)
+        found = z.to(dtype, copy=True)
+        return found.log_() if self.form == "p" else found
 
     def logit_derivative(self, z: Tensor) -> Tensor | float:
         """Return ∂z/∂x at ``z``, where x is the logit before scale and softcap."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_cce.checks import Reduction
 from hf_cce.deferred.lazy_tensor import LazyTensor, is_watched, version_of
 from hf_cce.deferred.logit_statistics import (
     NO_LABEL,
@@ -37,7 +38,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe
-from hf_cce.divergence import Options, TeacherHead, divergences
+from hf_cce.divergence import Options, Target, TeacherHead, divergences
 from hf_cce.loss import has_few_tokens, linear_cross_entropy, linear_log_probs
 from hf_cce.quantized import FrozenWeight
 from hf_cce.sharded import is_dtensor
@@ -466,8 +467,9 @@ def _kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Record the terms of ``F.kl_div`` for a target without a gradient; if they are to be reduced, sum them."""
+    """Sum the terms of ``F.kl_div`` for a target without a gradient, or record them, if they are not to be reduced."""
     divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, x.recipe.meaning
+    acc_dtype = accumulation_dtype(x.dtype)
     known = found.kind == "log p" and found.factor == 1.0 and size_average is reduce is None
     known = known and reduction in (*divisors, "none") and can_compute_divergences(x)
     known = known and isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
@@ -482,29 +484,23 @@ def _kl_div(
             )
         return target, log_target
 
-    terms = _elementwise(_cast(x, torch.promote_types(x.dtype, target.dtype)), ("kl_div", given), nonlinear=True)
-    return terms if reduction == "none" else terms.sum() / divisors[reduction]
+    x, op = _cast(x, torch.promote_types(x.dtype, target.dtype)), ("kl_div", given)
+    if reduction == "none":
+        return _elementwise(x, op, nonlinear=True)
+    return _divergence_from(x, given, "sum", lambda z: apply_ops((op,), z).sum(dtype=acc_dtype)) / divisors[reduction]
 
 
-def _divergences_from(x: Any, target: Tensor, log_target: bool) -> Tensor:
-    """Sum the terms t (log t − log p) of ``F.kl_div`` over the vocabulary, with the target t as ``linear_divergence``'s teacher.
-
-    With m = Σ t, the sum is m times the divergence of t / m, plus m log m.
-    """
-    acc_dtype = accumulation_dtype(x.dtype)
+def _divergence_from(x: Any, given: Any, reduction: Reduction, native: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum the terms t (log t − log p) of ``F.kl_div`` over the vocabulary ("none"), or all of them ("sum")."""
 
     def fused(r: Recipe) -> tuple[Tensor]:
         if has_few_tokens(r.hidden_states, r.weight, r.call.config):
-            return (r.build().sum(-1, dtype=acc_dtype),)
-        log_t, arguments = target.to(acc_dtype), r.loss_arguments()
-        config, mass = arguments.pop("config"), log_t.logsumexp(-1).exp() if log_target else log_t.sum(-1)
-        if not log_target:
-            log_t = log_t.log() if log_t is target else log_t.log_()
-        options = Options(0.0, 1.0, "none", summed=False)
-        found = divergences(TeacherHead(**arguments), log_t, options, mass != 0, config)[0]
-        return (mass * found + torch.xlogy(mass, mass),)
+            return (native(r.build()),)
+        arguments = r.loss_arguments()
+        config, options = arguments.pop("config"), Options(0.0, 1.0, reduction, summed=reduction == "sum")
+        return divergences(TeacherHead(**arguments), Target(*given()), options, None, config)[:1]
 
-    return _fused_or_native(x, fused, lambda z: (z.sum(-1),))[0]
+    return _fused_or_native(x, fused, lambda z: (native(z),))[0]
 
 
 def log_probs_and_entropy(x: Any, index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -633,11 +629,13 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> A
 
     wanted = {"mean_logit": linear, "logsumexp": found.kind in ("log p", "p z"), "entropy": not linear}
     if found.kind == "kl_div":
-        total = _divergences_from(x, *x.recipe.ops[-1][1]())
+        dims, acc_dtype = -1 if over else None, accumulation_dtype(x.dtype)
+        native = lambda z: z.sum(dims, dtype=acc_dtype)  # noqa: E731
+        total = _divergence_from(x, x.recipe.ops[-1][1], "none" if over else "sum", native)
     else:
         (total,) = _statistics_of_ids(x, None, result, lambda z: (z.sum(-1),), **wanted)
     total = total if dtype is None else total.to(dtype)
-    return total.sum() if dim is None else total.unsqueeze(-1) if keepdim else total
+    return total.sum() if not over else total.unsqueeze(-1) if keepdim else total
 
 
 @implements("mean")

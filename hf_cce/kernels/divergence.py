@@ -28,7 +28,7 @@ SAMPLE = 1024  # vocabulary entries of which the largest logit is the shift of a
 
 
 class Logits(NamedTuple):
-    """Logits of one model. They may lack a number per row, which does not change the probabilities."""
+    """Logits of one model, or what its form says. They may lack a number per row, which does not change the probabilities."""
 
     values: Tensor  # [N, V]
     head: Any  # its scale and softcap are still to be applied
@@ -93,6 +93,18 @@ def _log_probs(start, shift, cols, vocab_size, logit_scale, softcap, largest, lo
 
 
 @triton.jit
+def _log_targets(start, shift, cols, vocab_size, logit_scale, softcap, largest, log_total, FORM: tl.constexpr):
+    """Return log p of a teacher given in this form."""
+    if FORM == "logits":
+        log_p = _log_probs(start, shift, cols, vocab_size, logit_scale, softcap, largest, log_total)
+    else:
+        log_p = load_logits(start, None, cols, vocab_size, None, None)
+        if FORM == "p":
+            log_p = tl.log(tl.where(cols < vocab_size, log_p, 0.0))
+    return log_p
+
+
+@triton.jit
 def _store_gradient(
     start, shift, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND: tl.constexpr
 ):
@@ -135,6 +147,7 @@ def _row_divergence_kernel(
     t_softcap,
     beta,
     KIND: tl.constexpr,
+    T_FORM: tl.constexpr,  # of the teacher's "logits": may also be "p" or "log p", with KIND 0
     GRADIENT: tl.constexpr,
     KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -151,19 +164,27 @@ def _row_divergence_kernel(
     if row_stats is not None:
         row_stats += row
     top, log_total = _normalizer(row, start, by, lse, num_parts, lse_stride, vocab_size, logit_scale, softcap, BLOCK)
-    t_top, t_log_total = _normalizer(
-        row, t_start, t_by, teacher_lse, num_parts, lse_stride, vocab_size, t_logit_scale, t_softcap, BLOCK
-    )
-    d_sum = -1.0  # the sum of the derivatives with respect to log p, if KIND is 0
+    t_top, t_log_total = 0.0, 0.0
+    if T_FORM == "logits":
+        t_top, t_log_total = _normalizer(
+            row, t_start, t_by, teacher_lse, num_parts, lse_stride, vocab_size, t_logit_scale, t_softcap, BLOCK
+        )
+    d_sum = -1.0  # the sum of the derivatives with respect to log p, if KIND is 0 and the teacher is normalized
     if KNOWN:
         d_sum = tl.load(row_stats + 2 * row_stats_stride)
     else:
+        if T_FORM != "logits":
+            pt = tl.zeros((BLOCK,), tl.float32)
+            for first in range(0, vocab_size, BLOCK):
+                cols = first + tl.arange(0, BLOCK)
+                pt += exp(_log_targets(t_start, t_by, cols, vocab_size, None, None, t_top, t_log_total, T_FORM))
+            d_sum = -tl.sum(pt, 0)
         total, d_sums = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         expectation = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
             log_ps = _log_probs(start, by, cols, vocab_size, logit_scale, softcap, top, log_total)
-            log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
+            log_pt = _log_targets(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total, T_FORM)
             terms, derivatives = terms_of(log_ps, log_pt, beta, KIND)
             total += terms
             d_sums += derivatives
@@ -186,7 +207,7 @@ def _row_divergence_kernel(
         for first in range(0, vocab_size, BLOCK):
             cols = first + tl.arange(0, BLOCK)
             log_ps = _log_probs(start, by, cols, vocab_size, logit_scale, softcap, top, log_total)
-            log_pt = _log_probs(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total)
+            log_pt = _log_targets(t_start, t_by, cols, vocab_size, t_logit_scale, t_softcap, t_top, t_log_total, T_FORM)
             _store_gradient(
                 start, by, out, cols, log_ps, log_pt, d_sum, factor, vocab_size, logit_scale, softcap, beta, KIND
             )
@@ -279,6 +300,7 @@ def row_divergences(
         num_parts, lse_stride, *(results or (None, None)), row_stats, 0 if row_stats is None else row_stats.stride(0),
         *factor_and_stride(scale, gradient.device), v, gradient.stride(0), teacher_logits.values.stride(0),
         *scale_and_softcap(logits.head), *scale_and_softcap(teacher_logits.head), beta, KIND=kind_of(beta),
+        T_FORM=teacher_logits.head.form,
         GRADIENT=scale is not None, KNOWN=results is None, **block_and_warps(n),
     )  # fmt: skip
 

@@ -90,8 +90,9 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     """Yield a config for ``implementation``, and make sure that no other one runs in its place."""
     triton, blocks = implementation.startswith("triton"), implementation.endswith("blocks")
 
-    def dispatch_divergence(p: Any, spec: Any, kernels: bool, top_k: bool, summed: bool) -> DivergencePlan:
+    def dispatch_divergence(p: Any, spec: Any, kernels: bool, teacher: str, summed: bool) -> DivergencePlan:
         way: Any = "keep"
+        top_k = teacher == "top_k"
         if blocks and not (top_k and ("shifted" in implementation or p.dtype == torch.float16)):
             exact = triton or p.dtype in (torch.float32, torch.float64)
             way = "one_pass" if summed and exact and any(spec.needs) else "blocks"
@@ -126,6 +127,16 @@ def test_kinds(case: Case, form: str, implementation: str, dtype: torch.dtype, c
     others = [{"reduction": name, "masked": True} for name in ("sum", "none")] if every else [{}]
     for options in ({"temperature": 1.7}, EVERYTHING, *others):
         check(replace(case, form=form, **options), dtype, config, device)
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["p", "log p"])
+def test_targets_whose_sum_is_not_one(
+    form: str, implementation: str, dtype: torch.dtype, config: CCEConfig, device: str
+) -> None:
+    by_token = [{"reduction": "none"}] if dtype == torch.float32 else []
+    for options in ({}, EVERYTHING, *by_token):
+        check(Case(form=form, **options), dtype, config, device)
 
 
 @pytest.mark.parametrize("vocab_sizes", [(131, 144), (160, 131)])
@@ -501,7 +512,8 @@ def test_backward_leaves_the_hidden_states_alone() -> None:
     ("tokens", "vocab_size", "dtype", "options", "summed", "way"),
     [
         (8192, 151936, torch.bfloat16, {}, True, "one_pass"),
-        (8192, 151936, torch.bfloat16, {}, False, "blocks"),
+        (8192, 151936, torch.bfloat16, {}, False, "keep"),
+        (16384, 151936, torch.bfloat16, {}, False, "blocks"),
         (8192, 100000, torch.bfloat16, {}, False, "keep"),
         (8192, 100000, torch.bfloat16, {}, True, "one_pass"),
         (400, 151936, torch.bfloat16, {}, True, "keep"),
@@ -522,13 +534,21 @@ def test_the_way_of_a_divergence_on_a_gpu(
 ) -> None:
     problem = dispatch.Problem(tokens, 896, vocab_size, dtype, torch.device("cuda"))
     spec = LossSpec.of(CCEConfig(**options), tokens, (True, True, False))
-    budget, kernels, _, found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=summed)
+    budget, kernels, _, found = dispatch.dispatch_divergence(problem, spec, True, "head", summed)
     assert found == way and kernels == (options.get("implementation") != "portable") and budget > 0
+
+
+def test_more_logits_are_kept_if_the_teacher_has_as_many() -> None:
+    """That is fastest, and full logits take several times as much."""
+    for tokens, needs, way in ((8192, True, "keep"), (16384, True, "one_pass"), (8192, False, "blocks")):
+        problem = dispatch.Problem(tokens, 896, 151936, torch.bfloat16, torch.device("cuda"))
+        spec = LossSpec.of(CCEConfig(), tokens, (needs, needs, False))
+        assert dispatch.dispatch_divergence(problem, spec, True, "logits", summed=True).way == way
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
 def test_logits_in_16_bits_are_kept_where_float32_products_of_them_do_not_exist(device: str) -> None:
     problem = dispatch.Problem(8192, 896, 151936, torch.float16, torch.device(device))
     spec = LossSpec.of(CCEConfig(), 8192, (True, True, False))
-    found = dispatch.dispatch_divergence(problem, spec, kernels=True, top_k=False, summed=True)
+    found = dispatch.dispatch_divergence(problem, spec, True, "head", summed=True)
     assert found[1:] == (False, False, "keep")

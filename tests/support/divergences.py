@@ -11,6 +11,7 @@ from numerics import assert_all_accurate
 from torch import Tensor
 
 from hf_cce import CCEConfig, TeacherHead, TeacherTopK, linear_divergence
+from hf_cce.divergence import Options, Target, divergences
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Case:
     kind: str = "forward_kl"
     beta: float = 0.5
     temperature: float = 1.0
-    form: str = "head"  # of the teacher: head, logits, lump, renormalize
+    form: str = "head"  # of the teacher: head, logits, lump, renormalize; for the forward KL also p, log p
     masked: bool = False
     reduction: str = "mean"
     bias: bool = False
@@ -109,6 +110,9 @@ def plain_divergence(x: Inputs, leaves: Sequence[Tensor], case: Case) -> Tensor:
         zt = zt.to(acc_dtype) / case.temperature
         v = min(case.vocab_sizes)
         losses = token_divergences(z[..., :v].log_softmax(-1), zt[..., :v].log_softmax(-1), case)
+    elif case.form in ("p", "log p"):
+        target, is_log = target_of(x, case)
+        losses = F.kl_div(z.log_softmax(-1), target.to(acc_dtype), reduction="none", log_target=is_log).sum(-1)
     else:
         teacher = top_k(x, case)
         log_ps, log_pt = z.log_softmax(-1).gather(-1, teacher.ids), teacher.log_probs.to(acc_dtype)
@@ -127,8 +131,20 @@ def teacher_logits(x: Inputs) -> Tensor:
     return z if x.ruled_out is None else z.masked_fill(torch.arange(z.shape[-1]) % 3 == 0, x.ruled_out)
 
 
+def target_of(x: Inputs, case: Case) -> Target:
+    """Return probabilities, every seventh of which is 0, whose sums are about 2, or their logarithms. One token has none."""
+    p = 2.0 * teacher_logits(x).softmax(-1) * (torch.arange(case.vocab_sizes[1], device=x.hidden.device) % 7 > 0)
+    p[1, 2] = 0.0
+    p = p.to(x.hidden.dtype)
+    return Target(p.log() if case.form == "log p" else p, case.form == "log p")
+
+
 def fused_divergence(x: Inputs, leaves: Sequence[Tensor], case: Case, config: CCEConfig | None = None) -> Tensor:
     teacher: Any
+    if case.form in ("p", "log p"):
+        student = TeacherHead(*leaves, *[None] * (3 - len(leaves)), case.logit_scale, case.softcap)  # type: ignore[arg-type]
+        options = Options(0.0, case.temperature, case.reduction, summed=case.reduction != "none")  # type: ignore[arg-type]
+        return divergences(student, target_of(x, case), options, x.mask, config)[0]
     if case.form == "head":
         teacher = TeacherHead(x.teacher_hidden, x.teacher_weight)
     else:

@@ -102,6 +102,8 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
     given = divergence_spec.Head(torch.empty(n, v, dtype=dtype, device="meta"), None, None, 1.0, 0.0)
     for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("JSD", 0.5)):
         found[name] = partial(divergence_step, student, student, beta)
+    for form in ("p", "log p"):
+        found[f"given {form}"] = partial(divergence_step, student, given._replace(form=form), 0.0)
     return found | {"given logits": partial(divergence_step, student, given, 1.0)}
 
 
