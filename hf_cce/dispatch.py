@@ -46,7 +46,7 @@ ONE_BLOCK_BYTES = 256 << 20
 ONE_PASS_TOKENS = 1024  # tokens per block of a divergence whose gradients are summed over blocks, by default
 TILE_TOKENS = 512  # tokens from which the kernels, too, multiply for a divergence
 # By default, all logits of a divergence in 16 bits are kept up to one of these sizes, depending on what blocks cost.
-SMALL_LOGITS, MEDIUM_LOGITS, LARGE_LOGITS = 512 << 20, 2 << 30, 4 << 30
+SMALL_LOGITS, MEDIUM_LOGITS, LARGE_LOGITS = 1 << 30, 2 << 30, 4 << 30
 # PyTorch's own loss on full logits is fastest up to this many logits, where the time is spent on the host. The PyTorch fallback
 # launches more kernels than full logits do.
 FULL_LOGITS_MAX, FULL_LOGITS_MAX_FALLBACK = 42_000_000, 90_000_000
@@ -362,7 +362,7 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, teacher: str,
     if tiles:  # blocks compute the logits twice, unless all upstream gradients are equal
         most = SMALL_LOGITS if one_pass and teacher == "head" else LARGE_LOGITS  # given logits take as much
         if any(spec.needs) and kept <= most:
-            return keep._replace(memory_budget=max(workspace, 1 << 30))
+            return keep._replace(memory_budget=max(workspace, 512 << 20))
         of_both = 2 * p.dtype.itemsize * p.vocab_size  # the logits of a token, of student and teacher
         return in_blocks._replace(memory_budget=sums + ONE_PASS_TOKENS * of_both)
     if one_pass and narrow and teacher != "top_k" and kept > MEDIUM_LOGITS:

@@ -39,6 +39,8 @@ from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LossSpec, Tokens, accumulation_dtype
 
 MIN_TOKENS = 512  # rather than sum all of dW over blocks of fewer tokens, the kernels compute some logits again
+# If the budget has no room for that many tokens of both models, the kernels compute the teacher's logits in parts of so many.
+PART_TOKENS = 256
 
 
 def divergence_kernels() -> Any:
@@ -76,6 +78,7 @@ class DivergenceRows:
     tokens: Tokens
     spec: DivergenceSpec
     stats: Tensor | None = None  # [3, N] of the kernel, for ``write_weight_gradient``
+    part_tokens: int = 1 << 30  # for which the kernels compute the teacher's logits at once
 
     def compute(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
@@ -155,6 +158,9 @@ class DivergenceRows:
         if sums_all:
             budget = max(budget - overflow, plan.memory_budget // 4)
         room = budget // (2 if plan.triton else 4)  # in PyTorch, half of the budget is for chunks
+        least = min(MIN_TOKENS * row_bytes // 2, budget - PART_TOKENS * row_bytes // 2)
+        if plan.triton and least > room:
+            room, self.part_tokens = least, PART_TOKENS
         room += min(CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES, room)  # subtracted again by tokens_per_block
         block = tokens_per_block(len(hidden), len(weight), hidden.dtype, on_cpu, room)
         divergence, _, _, sums = token_blocks(
@@ -193,8 +199,11 @@ class HeadRows(DivergenceRows):
     ) -> None:
         student, teacher, spec = self.student, self.teacher, self.spec
         if spec.plan.triton:
-            stats = None if self.stats is None else self.stats[:, rows]
-            self._run_kernel((student, teacher), z, rows, (divergence, entropy), stats, scale)
+            for part in chunks(len(z), 1, self.part_tokens):
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                stats = None if self.stats is None else self.stats[:, at]
+                results = divergence[part], None if entropy is None else entropy[part]
+                self._run_kernel((student, teacher), z[part], at, results, stats, scale_of(scale, part))
             return
         zt = self.tokens.gather(teacher.hidden, rows) if teacher.weight is None else logits_of(teacher, rows)
         acc_dtype = accumulation_dtype(z.dtype)
@@ -267,7 +276,7 @@ class HeadRows(DivergenceRows):
             del z  # free it before the next one is allocated
 
 
-def scale_of(scale: Tensor | float, rows: slice) -> Tensor | float:
+def scale_of(scale: Any, rows: slice) -> Any:
     return scale[rows] if isinstance(scale, Tensor) and scale.dim() else scale
 
 

@@ -351,7 +351,7 @@ def token_blocks(
             z, labels[rows], spec, sums.scale, x.bias is not None
         )
         if sums.hidden is not None:
-            sums.hidden[rows] = multiply(z, x.weight, may_round=True).mul_(valid[rows, None])
+            sums.hidden[rows] = multiply(z, x.weight, may_round=True)
         if sums.first_rows is not None:
             multiply_add(sums.first_rows, z[:, :fit].t(), h)
         if sums.other_rows is not None:
@@ -360,6 +360,8 @@ def token_blocks(
             mask = valid[rows, None].to(z.dtype)
             rounds = dtype != acc_dtype and not supports_fp32_out(z)
             sums.bias.add_(z.mul_(mask).sum(0, dtype=acc_dtype) if rounds else multiply(z.t(), mask)[:, 0])
+    if sums.hidden is not None:
+        sums.hidden.mul_(valid[:, None])
     return losses, tokens.scatter(lse, len(x.labels)), factor, sums
 
 

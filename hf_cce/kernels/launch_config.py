@@ -20,13 +20,14 @@ FLATTEN_VERSIONS = ("3.6",)
 
 
 def is_hopper_validated() -> bool:
-    return _is_triton_release(HOPPER_VERSIONS)
+    return _is_triton_release(triton.__version__, HOPPER_VERSIONS)
 
 
-def _is_triton_release(versions: tuple[str, ...]) -> bool:
-    """Return True if the installed Triton is a release of one of these minor versions."""
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+", triton.__version__)
-    return release is not None and release[1] in versions
+@cache
+def _is_triton_release(version: str, minors: tuple[str, ...]) -> bool:
+    """Return True if ``version`` is a release of one of these minor versions."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", version)
+    return release is not None and release[1] in minors
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def filter_plan(hidden: Tensor, weight: Tensor) -> FilterPlan:
         plan, programs = replace(plan, block_n=128, num_warps=4, num_stages=3), 2 * num_sms(hidden)
         for_hidden = ProductPlan(64, 128, 4, num_stages=5)
         for_weight = ProductPlan(64, 256, 8) if hidden.shape[1] % 256 == 0 else ProductPlan(64, 128, 4)
-    flatten = plan.hopper and _is_triton_release(FLATTEN_VERSIONS)
+    flatten = plan.hopper and _is_triton_release(triton.__version__, FLATTEN_VERSIONS)
     return FilterPlan(**vars(plan), programs=programs, for_hidden=for_hidden, for_weight=for_weight, flatten=flatten)
 
 
@@ -139,7 +140,12 @@ def _capability(device: torch.device | None) -> tuple[int, int]:
 
 def num_sms(x: Tensor) -> int:
     """Return the number of streaming multiprocessors of the GPU of ``x``, or of the current GPU for meta tensors."""
-    return torch.cuda.get_device_properties(None if x.is_meta else x.device).multi_processor_count
+    return _num_sms(None if x.is_meta else x.device)
+
+
+@cache
+def _num_sms(device: torch.device | None) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tma_ready(x: Tensor) -> bool:

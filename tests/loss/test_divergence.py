@@ -516,8 +516,9 @@ def test_backward_leaves_the_hidden_states_alone() -> None:
         (16384, 151936, torch.bfloat16, {}, False, "blocks"),
         (8192, 100000, torch.bfloat16, {}, False, "keep"),
         (8192, 100000, torch.bfloat16, {}, True, "one_pass"),
+        (8192, 49152, torch.bfloat16, {}, True, "keep"),
         (400, 151936, torch.bfloat16, {}, True, "keep"),
-        (8192, 32768, torch.float32, {"implementation": "triton"}, True, "one_pass"),
+        (8192, 65536, torch.float32, {"implementation": "triton"}, True, "one_pass"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "256MiB"}, True, "one_pass"),
         (8192, 32768, torch.bfloat16, {"memory_budget": "256MiB"}, True, "one_pass"),
         (8192, 151936, torch.bfloat16, {"memory_budget": "1GiB"}, False, "blocks"),
@@ -536,6 +537,21 @@ def test_the_way_of_a_divergence_on_a_gpu(
     spec = LossSpec.of(CCEConfig(**options), tokens, (True, True, False))
     budget, kernels, _, found = dispatch.dispatch_divergence(problem, spec, True, "head", summed)
     assert found == way and kernels == (options.get("implementation") != "portable") and budget > 0
+
+
+@pytest.mark.parametrize(("vocab_size", "block", "part"), [(151936, 512, 256), (49152, 768, 1 << 30)])
+def test_a_small_budget_has_room_for_parts_of_the_teachers_logits(
+    vocab_size: int, block: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[int] = []
+    monkeypatch.setattr(divergence_rows, "token_blocks", lambda *given: blocks.append(given[4]) or (None,) * 4)
+    hidden, weight = (torch.empty(n, 896, dtype=torch.bfloat16, device="meta") for n in (8192, vocab_size))
+    plan = DivergencePlan(256 * MIB, triton=True, multiplies=True, way="one_pass")
+    head, spec = divergence_spec.Head(hidden, weight, None, 1.0, 0.0), divergence_spec.DivergenceSpec(0.0, False, plan)
+    of_rows = divergence_rows.HeadRows(head, head, Tokens(), spec)
+    of_rows.one_pass((True, True, False))
+    assert (*blocks, of_rows.part_tokens) == (block, part)
+    assert 2 * vocab_size * (block + min(block, part)) + 4 * hidden.numel() <= plan.memory_budget
 
 
 def test_more_logits_are_kept_if_the_teacher_has_as_many() -> None:
