@@ -28,7 +28,7 @@ SAMPLE = 1024  # vocabulary entries of which the largest logit is the shift of a
 
 
 class Logits(NamedTuple):
-    """Logits of one model, or what its form says. They may lack a number per row, which does not change the probabilities."""
+    """Logits of one model, which may lack a number per row, or the probabilities of a teacher; see ``Head.form``."""
 
     values: Tensor  # [N, V]
     head: Any  # its scale and softcap are still to be applied
