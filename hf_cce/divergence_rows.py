@@ -39,7 +39,7 @@ from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LossSpec, Tokens, accumulation_dtype
 
 MIN_TOKENS = 512  # rather than sum all of dW over blocks of fewer tokens, the kernels compute some logits again
-# If the budget has no room for the logits of MIN_TOKENS of both models, the teacher's are computed for so many tokens at a time.
+# If the budget has no room for the logits of MIN_TOKENS of both models, those of the teacher are computed in parts.
 PART_TOKENS = 256
 
 

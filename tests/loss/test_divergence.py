@@ -134,7 +134,7 @@ def test_kinds(case: Case, form: str, implementation: str, dtype: torch.dtype, c
 def test_targets_whose_sum_is_not_one(
     form: str, implementation: str, dtype: torch.dtype, config: CCEConfig, device: str
 ) -> None:
-    # In 16 bits, the errors of few tokens, of which large targets dominate, depend on chance: these are options without it.
+    # In 16 bits without a bias or a softcap (see ``test_kinds``), with which the rounding of a few numbers decides the errors
     others = [EVERYTHING, {"reduction": "none"}] if dtype.itemsize > 2 else [{"masked": True}]
     for options in ({}, *others):
         check(Case(form=form, **options), dtype, config, device)

@@ -287,6 +287,9 @@ FUSED_OPS: dict[str, Callable[[Any], Any]] = {
     "most likely entry and its logit": lambda x: x.max(-1)[0].square(),
     "most likely three logits": lambda x: torch.topk(x, 3, dim=-1).values.square(),
     "divergence": lambda x: F.kl_div(x.log_softmax(-1), cut(x, TEACHER).softmax(-1), reduction="batchmean"),
+    "divergence from one distribution": lambda x: F.kl_div(
+        x.log_softmax(-1), CLASS_WEIGHTS.softmax(-1).expand(x.shape), reduction="sum"
+    ),
     "divergence of each token": lambda x: F.kl_div(
         x.log_softmax(-1), cut(x, TEACHER).log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1).square(),

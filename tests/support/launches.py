@@ -113,8 +113,10 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     spec = divergence_spec.DivergenceSpec(beta, beta == 1.0, plan)
     of_rows = divergence_rows.HeadRows(student, teacher, Tokens(), spec)
     of_rows.divergences(1.0)
-    sums = of_rows.one_pass(needs)[2]
-    of_rows.gradients_of_sums(sums, torch.empty((), device="meta"), needs)
+    for divergence_rows.PART_TOKENS in (256, 10**9):  # the teacher's logits in parts, and all at once
+        of_rows.part_tokens = 10**9
+        sums = of_rows.one_pass(needs)[2]
+        of_rows.gradients_of_sums(sums, torch.empty((), device="meta"), needs)
     ids = torch.empty(n, 32, dtype=torch.int64, device="meta")
     for lump in (True, False) if teacher.weight is None else ():
         top_k = (ids, ids.float(), lump)
