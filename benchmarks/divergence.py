@@ -56,13 +56,8 @@ def ours(kind: str, budget: int | None) -> Loss:
 
 
 def trl(beta: float) -> Loss:
-    for name in ("trl.kernels.chunked_divergence", "trlk.kernels.chunked_divergence"):
-        try:
-            function = importlib.import_module(name).ChunkedDivergenceFunction
-        except ImportError:
-            continue
-        return lambda hs, ws, ht, wt: function.apply(hs, ws, None, ht, wt, None, beta)[0].mean()
-    raise ImportError("TRL 1.16 is not installed")
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    return lambda hs, ws, ht, wt: function.apply(hs, ws, None, ht, wt, None, beta)[0].mean()
 
 
 def liger(beta: float) -> Loss:
