@@ -294,6 +294,11 @@ def row_losses(strategy: Strategy, x: Inputs) -> tuple[Any, Tensor]:
     return kernels.row_losses(logits, x.labels, strategy.spec, x.bias), factor
 
 
+def total_loss(stats: Any, spec: LossSpec, factor: Tensor) -> Tensor:
+    """Return the sum of the tokens' losses, computed from their statistics, times ``factor``."""
+    return reference.add_smoothing_and_z_loss(stats.lse - stats.label_logit, stats, spec).sum() * factor
+
+
 class Recompute(Strategy):
     """Two passes over slabs of the vocabulary: statistics in ``forward``, gradients in ``recompute``."""
 
@@ -301,14 +306,9 @@ class Recompute(Strategy):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor, spec = self.factor(x), self.spec
-        if self.triton:
-            loss, lse = kernels_module().cross_entropy(x, spec, factor)
-        else:
-            stats = reference.logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
-            factor = factor.to(stats.lse.dtype)
-            losses = reference.add_smoothing_and_z_loss(stats.lse - stats.label_logit, stats, spec)
-            loss, lse = losses.sum() * factor, stats.lse
-        return (loss,), Saved(lse, factor=factor)
+        stats = implementation(self.triton).logit_stats(x, spec, WantedStats(mean=spec.label_smoothing > 0))
+        factor = factor.to(stats.lse.dtype)
+        return (total_loss(stats, spec, factor),), Saved(stats.lse, factor=factor)
 
 
 class Exact(Recompute):
@@ -318,8 +318,8 @@ class Exact(Recompute):
         if self.spec.label_smoothing or not any(self.spec.needs[:2]):
             return super().forward(x)
         factor = self.factor(x)
-        loss, lse, self.cache = kernels_module().exact_cross_entropy(x, self.spec, factor)
-        return (loss,), Saved(lse, factor=factor)
+        stats, self.cache = kernels_module().exact_stats(x, self.spec, factor)
+        return (total_loss(stats, self.spec, factor),), Saved(stats.lse, factor=factor)
 
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         kernels = kernels_module()
@@ -341,12 +341,12 @@ class Filtered(Strategy):
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
         factor = self.factor(x)
-        result = kernels_module().filtered_cross_entropy(x, self.spec, factor, self.state.vocabulary(x.weight))
-        if result is None:
+        saved = kernels_module().filtered_forward(x, self.spec, self.state.vocabulary(x.weight))
+        if saved is None:
             return self.unfiltered.forward(x)
-        loss, self.cache = result
-        self.state.keep_vocabulary(x.weight, self.cache.vocabulary)
-        return (loss,), Saved(self.cache.lse, factor=factor, tokens=self.cache.token_perm)
+        self.cache = saved
+        self.state.keep_vocabulary(x.weight, saved.vocabulary)
+        return (total_loss(saved, self.spec, factor),), Saved(saved.lse, factor=factor, tokens=saved.token_perm)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         if self.cache is None:

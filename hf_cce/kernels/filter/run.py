@@ -22,30 +22,21 @@ from hf_cce.kernels.forward import combine, tile_stats
 from hf_cce.kernels.inputs import LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
 from hf_cce.kernels.launch_config import ceil_div, filter_plan, padded, row_major, uses_hopper
-from hf_cce.kernels.loss import total_loss
 from hf_cce.matmul import multiply
 from hf_cce.spec import Inputs, LogitStats, LossSpec, WantedStats
-
-
-def filtered_cross_entropy(
-    x: Inputs, spec: LossSpec, factor: Tensor, vocabulary: Vocabulary | None
-) -> tuple[Tensor, SavedForward] | None:
-    """Return (loss, tensors saved for ``filtered_gradients``), or None if the budget is too small for the filter."""
-    saved = _forward(x, spec, vocabulary)
-    return None if saved is None else (total_loss(saved.lse, saved.label_logit, factor, spec), saved)
 
 
 def filtered_stats(
     x: Inputs, spec: LossSpec, wanted: WantedStats, vocabulary: Vocabulary | None
 ) -> tuple[LogitStats, SavedForward] | None:
-    """Return what ``filtered_cross_entropy`` returns, but instead of the loss ``logit_stats`` except the mean and log_sum_sq.
+    """Return ``logit_stats`` except the mean and log_sum_sq, and what ``filtered_forward`` returns.
 
     The entropy is supported only without a softcap.
     """
     n, device = x.labels.numel(), x.hidden.device
     entropy = torch.empty(n if wanted.entropy else 0, device=device, dtype=torch.float32)
     is_top1 = torch.empty(n if wanted.top1 else 0, dtype=torch.bool, device=device)
-    saved = _forward(x, spec, vocabulary, entropy if wanted.entropy else None, is_top1 if wanted.top1 else None)
+    saved = filtered_forward(x, spec, vocabulary, entropy if wanted.entropy else None, is_top1 if wanted.top1 else None)
     if saved is None:
         return None
     by_row, token_perm = (saved.lse, saved.label_logit, entropy, is_top1), saved.token_perm
@@ -76,14 +67,14 @@ def filtered_gradients(
     return grad_hidden, grad_weight, relative_errors(report, grad_hidden, grad_weight)
 
 
-def _forward(
+def filtered_forward(
     x: Inputs,
     spec: LossSpec,
     vocabulary: Vocabulary | None,
     entropy: Tensor | None = None,  # [N], written in the order of rows
     is_top1: Tensor | None = None,  # [N], likewise
 ) -> SavedForward | None:
-    """Compute the statistics of tokens and tiles; return None if the budget is too small for the filter."""
+    """Return tensors saved for ``filtered_gradients``, or None if the budget is too small for the filter."""
     inputs, plan = LogitInputs.from_spec(x, spec), filter_plan(x.hidden, x.weight)
     (n, d, v, _), more_statistics = inputs.shape, (entropy is not None) + (is_top1 is not None)
     cols = ceil_div(v, plan.block_n)
