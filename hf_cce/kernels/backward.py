@@ -7,6 +7,7 @@ used, so results are bitwise reproducible.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import triton
@@ -137,7 +138,7 @@ def write_logit_gradient(
 
         hopper.launch(inputs, label, start, stop, out, grads)
         _label_entries_kernel[(ceil_div(n, 256),)](
-            labels, grads.lse, grads.grad_lse, grads.grad_label, label.logit, out, start, stop - start, out.stride(0), n,
+            labels, grads.lse, *grads.upstream[:2], label.logit, out, start, stop - start, out.stride(0), n,
             ignore_index, inputs.logit_scale, BLOCK=256, num_warps=4,
         )  # fmt: skip
         return
@@ -145,7 +146,7 @@ def write_logit_gradient(
     # Flags are hardly ever set, so a few programs look at them, instead of one for each tile.
     _logit_gradient_kernel[(rows * cols,) if flags is None else (rows, min(cols, 16))](
         operand(hidden, plan.block_m, plan), operand(weight, plan.block_n, plan), bias, labels, grads.lse, grads.entropy,
-        grads.grad_lse, grads.grad_label, grads.grad_mean, grads.grad_entropy, flags, out, start, stop - start, out.stride(0),
+        *grads.upstream, flags, out, start, stop - start, out.stride(0),
         n, v, d, hidden.stride(0), weight.stride(0), ignore_index, *scale_and_softcap(inputs), **plan.constants(),
     )  # fmt: skip
 
@@ -196,7 +197,7 @@ class _Backward:
 
     def one_pass(self, rows: slice, for_hidden: bool, for_vocabulary: bool) -> None:
         """Compute gradients from the tokens ``rows``; dW and the bias gradient (``for_vocabulary``) require all tokens."""
-        inputs, grads = self.inputs.tokens(rows), self.grads.tokens(rows)
+        inputs, grads = self.inputs.tokens(rows), self.grads.map(itemgetter(rows))
         hidden, weight = inputs.hidden, inputs.weight
         label = None if self.label is None else self.label.tokens(rows, self.plan.block_m)
         slabs = self.slabs(inputs, for_hidden)
@@ -257,7 +258,7 @@ def logit_stats_backward(
     if n == 0:
         return grad_hidden, grad_weight.zero_(), grad_bias.zero_()
     plan = make_plan(inputs.hidden, inputs.weight, backward=True)
-    grad_inputs = GradInputs.from_grads(lse, entropy, grads)
+    grad_inputs = GradInputs(lse, grads, entropy).map(Tensor.contiguous)
     num_tiles, budget = ceil_div(v, plan.block_n), spec.memory_budget
     if cache is not None and cache.slabs[0].stop == v and pays_and_fits(inputs.shape, num_tiles, spec.needs, budget):
         slab = cache.slabs[0]

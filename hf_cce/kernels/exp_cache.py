@@ -229,7 +229,7 @@ def exp_factors(
     scale, label_entry = empty_slab(label_logit, 2, n).unbind()
     flags = torch.empty(ceil_div(n, block_m), dtype=torch.int32, device=label_logit.device)
     _factors_kernel[(ceil_div(n, block_m),)](
-        values, label_logit, inputs.labels, grads.lse, grads.grad_lse, grads.grad_label, flags, scale, label_entry, n, v,
+        values, label_logit, inputs.labels, grads.lse, *grads.upstream[:2], flags, scale, label_entry, n, v,
         0 if values is None else values.stride(0), inputs.ignore_index, inputs.logit_scale, inputs.softcap or None,
         BLOCK_M=block_m,
     )  # fmt: skip

@@ -302,7 +302,7 @@ def launch(
     assert label.active is not None and label.active.numel() >= ceil_div(n, block_m)
     label_logit = None if out is None or grads is not None or shift is not None else label.logit
     labels = None if label_logit is None and grads is None else inputs.labels
-    shift, grad_lse = (shift, None) if grads is None else (grads.lse, grads.grad_lse)
+    shift, grad_lse = (shift, None) if grads is None else (grads.lse, grads.upstream.lse)
     tile_lse, ratio = (None, None) if tiles is None else (tiles.lse, tiles.ratio)
     masked = tiles is not None and (start % block_n > 0 or v % block_n > 0)
     # Unused strides are 16 because Triton compiles another version of the kernel for numbers that 16 does not divide.

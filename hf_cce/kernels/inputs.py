@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,16 +79,9 @@ class GradInputs(NamedTuple):
     """Inputs of the logits' gradient besides the logits: statistics of the tokens and their upstream gradients, [N] each."""
 
     lse: Tensor
-    grad_lse: Tensor
-    grad_label: Tensor
+    upstream: TokenGrads
     entropy: Tensor | None = None
-    grad_mean: Tensor | None = None
-    grad_entropy: Tensor | None = None
 
-    @classmethod
-    def from_grads(cls, lse: Tensor, entropy: Tensor | None, grads: TokenGrads) -> GradInputs:
-        vectors = (lse, grads.lse, grads.label, entropy, grads.mean, grads.entropy)
-        return cls(*(None if x is None else x.contiguous() for x in vectors))  # type: ignore[arg-type]
-
-    def tokens(self, rows: slice) -> GradInputs:
-        return GradInputs(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+    def map(self, function: Callable[[Tensor], Tensor]) -> GradInputs:
+        entropy = None if self.entropy is None else function(self.entropy)
+        return GradInputs(function(self.lse), self.upstream.map(function), entropy)

@@ -82,7 +82,7 @@ def gradients_by_groups(
         group, group_label = inputs.tokens(rows), label.tokens(rows, plan.block_m)
         slab = Slab(0, v, values[: group.shape.n])
         fill_cache(group, [slab], group_label, lse[rows], plan)
-        grads = GradInputs.from_grads(lse[rows], None, TokenGrads.of_loss(one, factor, lse[rows], spec))
+        grads = GradInputs(lse[rows], TokenGrads.of_loss(one, factor, lse[rows], spec))
         factors = finish_exponentials(slab, group_label.logit, group, grads, backward_plan)
         if sums is not None:
             scaled = exp_products.scale_tokens(group.hidden, factors.scale)

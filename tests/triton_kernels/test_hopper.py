@@ -21,6 +21,7 @@ from hf_cce.kernels.exp_cache import Slab
 from hf_cce.kernels.forward import tile_stats
 from hf_cce.kernels.inputs import GradInputs, LogitInputs, TileStats
 from hf_cce.kernels.labels import LabelLogits, label_logits
+from hf_cce.spec import TokenGrads
 
 pytestmark = pytest.mark.gpu
 IGNORE = -100
@@ -89,7 +90,7 @@ def test_gradients_equal_those_of_the_general_kernel(n: int, d: int, v: int, dty
     shapes = plan.make_plan(hidden, weight, backward=True)
     lse = torch.where(labels == IGNORE, 0.0, (0.5 * hidden.float() @ weight.float().t()).logsumexp(1))
     grad_lse = torch.where(labels == IGNORE, 0.0, torch.rand(n, device="cuda"))
-    grads = GradInputs(lse, grad_lse, -grad_lse)
+    grads = GradInputs(lse, TokenGrads(grad_lse, -grad_lse))
     for start, stop in ((0, min(v, 640)), (v - min(v, 77), v)):
         found = []
         for given in (None, label):
