@@ -17,7 +17,7 @@ from hf_cce import checks
 from hf_cce.checks import Reduction
 from hf_cce.config import CCEConfig
 from hf_cce.dispatch import Problem, choose_implementation, dispatch_divergence
-from hf_cce.divergence_rows import DivergenceRows, HeadRows, divergence_kernels
+from hf_cce.divergence_rows import DivergenceRows, divergence_kernels
 from hf_cce.divergence_spec import DivergenceSpec, Head
 from hf_cce.divergence_topk import TopK, TopKRows
 from hf_cce.ops import compute_context
@@ -239,7 +239,7 @@ def _of_rows(
             bias = None if x.bias is None else x.bias.double()
             x = x._replace(hidden=x.hidden.double(), weight=x.weight.double(), bias=bias)
         heads.append(divergence_kernels().with_contiguous_rows(x) if spec.plan.triton else x)
-    return HeadRows(heads[0], heads[1], tokens, spec, stats)
+    return DivergenceRows(heads[0], heads[1], tokens, spec, stats)
 
 
 def divergences(

@@ -71,7 +71,7 @@ class KeptGradient(NamedTuple):
 
 @dataclass
 class DivergenceRows:
-    """The divergences of the ``tokens`` of a student, which are the rows. Subclasses are for one kind of teacher each."""
+    """The divergences of the ``tokens`` of a student, which are the rows, from a teacher given by a head or by logits."""
 
     student: Head
     teacher: Any
@@ -79,24 +79,6 @@ class DivergenceRows:
     spec: DivergenceSpec
     stats: Tensor | None = None  # [3, N] of the kernel, for ``write_weight_gradient``
     part_tokens: int = 1 << 30  # for which the kernels compute the teacher's logits at once
-
-    def compute(
-        self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
-    ) -> None:
-        """Set the divergences of some rows [n] and, if wanted, the student's entropies [n].
-
-        ``z`` has the student's products h Wᵀ + b [n, V], which this computes, too, if ``DivergencePlan.multiplies``. With a
-        ``scale``, which may differ by row ([n, 1]), it overwrites them with the divergences' gradient times the scale.
-        """
-        raise NotImplementedError
-
-    def keep_stats(self) -> bool:
-        """Keep statistics for ``write_weight_gradient`` from now on; return False if that is not supported."""
-        return False
-
-    def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
-        """Write the rows of the weight's gradient from ``start`` on, of the divergences times ``scale``, and times ``by``."""
-        raise NotImplementedError
 
     def divergences(self, factor: Tensor | float | None) -> tuple[Tensor, Tensor, KeptGradient | None]:
         """Return the divergence [N], the student's entropy [N] (empty if not wanted) and, with ``factor``, the logits' gradient.
@@ -190,13 +172,14 @@ class DivergenceRows:
         sums = self.one_pass(needs, by_row)[2]
         return self.gradients_of_sums(sums, grad.new_ones(()) if by is None else by, needs, by_row)
 
-
-class HeadRows(DivergenceRows):
-    """Rows of a teacher given by a head or by logits."""
-
     def compute(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None
     ) -> None:
+        """Set the divergences of some rows [n] and, if wanted, the student's entropies [n].
+
+        ``z`` has the student's products h Wᵀ + b [n, V], which this computes, too, if ``DivergencePlan.multiplies``. With a
+        ``scale``, which may differ by row ([n, 1]), it overwrites them with the divergences' gradient times the scale.
+        """
         student, teacher, spec = self.student, self.teacher, self.spec
         if spec.plan.triton:
             for part in chunks(len(z), 1, self.part_tokens):
@@ -227,6 +210,7 @@ class HeadRows(DivergenceRows):
             del neg_grad, p, logit_derivative
 
     def keep_stats(self) -> bool:
+        """Keep statistics for ``write_weight_gradient`` from now on; return False if that is not supported."""
         if not self.spec.plan.triton:
             return False
         hidden = self.student.hidden
@@ -263,6 +247,7 @@ class HeadRows(DivergenceRows):
         kernels.row_divergences(logits, z, given, self.spec.beta, results, stats, scale)
 
     def write_weight_gradient(self, grad_weight: Tensor, start: int, scale: Tensor | float, by: Tensor) -> None:
+        """Write the rows of the weight's gradient from ``start`` on, of the divergences times ``scale``, and times ``by``."""
         hidden, teacher, rows = self.student.hidden, self.teacher, slice(None)
         copies = teacher.weight is not None or any(x is not None for x in self.tokens)
         column_bytes = len(hidden) * (hidden.element_size() + copies * teacher.hidden.element_size())

@@ -97,9 +97,12 @@ def _with_tail(log_p: Tensor) -> Tensor:
 
 @dataclass
 class TopKRows(DivergenceRows):
-    """Rows of a top-k teacher."""
+    """The same from a top-k teacher."""
 
     support: Support | None = None
+
+    def keep_stats(self) -> bool:
+        return False  # the kernel of top-k teachers has none
 
     def compute(
         self, z: Tensor, rows: slice, scale: Tensor | float | None, divergence: Tensor, entropy: Tensor | None

@@ -484,7 +484,7 @@ def test_slabs_of_the_vocabulary_stay_within_the_budget(
     student = divergence_spec.Head(hidden, weight, None, 1.0, 0.0)
     teacher = student if form == "head" else divergence_spec.Head(given, None, None, 1.0, 0.0)
     spec = divergence_spec.DivergenceSpec(0.0, False, DivergencePlan(budget, True, True, "one_pass"))
-    rows = divergence_rows.HeadRows(student, teacher, tokens, spec)
+    rows = divergence_rows.DivergenceRows(student, teacher, tokens, spec)
     rows.keep_stats()
     assert rows.stats is not None
     rows.stats.zero_()
@@ -549,7 +549,7 @@ def test_a_small_budget_has_room_for_parts_of_the_teachers_logits(
     hidden, weight = (torch.empty(n, 896, dtype=torch.bfloat16, device="meta") for n in (8192, vocab_size))
     plan = DivergencePlan(256 * MIB, triton=True, multiplies=True, way="one_pass")
     head, spec = divergence_spec.Head(hidden, weight, None, 1.0, 0.0), divergence_spec.DivergenceSpec(0.0, False, plan)
-    of_rows = divergence_rows.HeadRows(head, head, Tokens(), spec)
+    of_rows = divergence_rows.DivergenceRows(head, head, Tokens(), spec)
     of_rows.one_pass((True, True, False))
     assert (*blocks, of_rows.part_tokens) == (block, part)
     assert 2 * vocab_size * (block + min(block, part)) + 4 * hidden.numel() <= plan.memory_budget

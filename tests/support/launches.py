@@ -111,7 +111,7 @@ def divergence_step(student: divergence_spec.Head, teacher: divergence_spec.Head
     n, needs = student.hidden.shape[0], (True, True, student.bias is not None)
     plan = DivergencePlan(256 * MIB, True, student.hidden.element_size() == 2, "one_pass")
     spec = divergence_spec.DivergenceSpec(beta, beta == 1.0, plan)
-    of_rows = divergence_rows.HeadRows(student, teacher, Tokens(), spec)
+    of_rows = divergence_rows.DivergenceRows(student, teacher, Tokens(), spec)
     of_rows.divergences(1.0)
     for divergence_rows.PART_TOKENS in (256, 10**9):  # the teacher's logits in parts, and all at once
         of_rows.part_tokens = 10**9
