@@ -298,7 +298,7 @@ def dispatch_statistics(
     if state is None or not filters or not statistics.triton:
         return statistics
     tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
-    return statistics if tau is None else FilteredStatistics(statistics.spec, SUM, state, tau, True, statistics)
+    return statistics if tau is None else FilteredStatistics(state, tau, statistics)
 
 
 def dispatch_fused_statistics(

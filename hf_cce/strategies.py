@@ -336,7 +336,7 @@ class Filtered(Strategy):
     def __init__(
         self, spec: LossSpec, divisor: Divisor, state: FilterState, tau: Tensor, keeps_state: bool, unfiltered: Strategy
     ) -> None:
-        super().__init__(spec, divisor, True)
+        Strategy.__init__(self, spec, divisor, True)
         self.state, self.tau, self.keeps_state, self.unfiltered = state, tau, keeps_state, unfiltered
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
@@ -459,26 +459,24 @@ class TokenLosses(StatisticsKeepingLogits):
         return cache.finalize_by_token(x, spec, upstream[6])
 
 
-class FilteredStatistics(Filtered):
+class FilteredStatistics(Filtered, Statistics):
     """Per-token statistics whose gradients are filtered as if all tokens had equal weight.
 
     The error is measured with each token's actual upstream gradient. If the entropy has one, all gradients are exact.
     """
 
-    unfiltered: Statistics
+    def __init__(self, state: FilterState, tau: Tensor, unfiltered: Statistics) -> None:
+        Filtered.__init__(self, unfiltered.spec, SUM, state, tau, True, unfiltered)
+        self.wanted = unfiltered.wanted
 
     def forward(self, x: Inputs) -> tuple[tuple[Tensor, ...], Saved]:
-        wanted = self.unfiltered.wanted
         self.factor(x)  # checks the labels
-        result = kernels_module().filtered_stats(x, self.spec, wanted, self.state.vocabulary(x.weight))
+        result = kernels_module().filtered_stats(x, self.spec, self.wanted, self.state.vocabulary(x.weight))
         if result is None:
             return self.unfiltered.forward(x)
         stats, self.cache = result
         self.state.keep_vocabulary(x.weight, self.cache.vocabulary)
-        return stats, Saved(stats.lse, stats.entropy if wanted.entropy else None)
-
-    def without_kernels(self) -> Strategy:
-        return self.unfiltered.without_kernels()
+        return stats, Saved(stats.lse, stats.entropy if self.wanted.entropy else None)
 
     def backward(self, x: Inputs, saved: Saved, upstream: Upstream, needs: Needs) -> InputGrads | None:
         if upstream[3] is not None:  # the entropy's
@@ -488,9 +486,3 @@ class FilteredStatistics(Filtered):
     def sorted_grads(self, cache: Any, saved: Saved, upstream: Upstream) -> TokenGrads:
         tokens, grads = cache.token_perm, TokenGrads.of_stats(saved.lse, upstream)
         return TokenGrads(grads.lse.index_select(0, tokens), grads.label.index_select(0, tokens))
-
-    def token_grads(self, saved: Saved, upstream: Upstream) -> TokenGrads:
-        return self.unfiltered.token_grads(saved, upstream)
-
-    def non_differentiable_outputs(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        return self.unfiltered.non_differentiable_outputs(outputs)

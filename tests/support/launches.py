@@ -20,7 +20,7 @@ from hf_cce.kernels import launch_config
 from hf_cce.kernels.divergence_topk import row_top_k_divergences
 from hf_cce.kernels.launcher import OPTIONS, Kernel
 from hf_cce.spec import DivergencePlan, Divisor, Inputs, LossSpec, Tokens, WantedStats
-from hf_cce.strategies import SUM, Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
+from hf_cce.strategies import Exact, Filtered, FilteredStatistics, OneBlock, Statistics, Strategy
 
 Step = Callable[[], None]
 Launch = Callable[[Any, dict[str, Any], Callable[[], Any]], None]
@@ -95,7 +95,7 @@ def steps(spec: LossSpec, dtype: torch.dtype, d: int, v: int, n: int = 8000) -> 
         cases |= {
             "filtered": (filtered(spec._replace(gradient_filter="auto")), x),
             "filtered, frozen": (filtered(frozen), x),
-            "filtered statistics": (FilteredStatistics(spec, SUM, FilterState(), tau, True, statistics), x),
+            "filtered statistics": (FilteredStatistics(FilterState(), tau, statistics), x),
         }
     found = {name: partial(strategies.run_on_meta, *of) for name, of in cases.items()}
     student = divergence_spec.Head(hidden, weight, with_bias.bias, spec.logit_scale, spec.softcap)
