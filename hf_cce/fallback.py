@@ -161,19 +161,12 @@ class LogitGrads:
     scale: Tensor | float
 
     def finalize(self, x: Inputs, spec: LossSpec, by: Tensor) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, times the scalar ``by``."""
+        """Return the gradients of hidden, weight and bias, times ``by``, a scalar or a factor of each token [N]."""
         by = by.to(accumulation_dtype(self.logits.dtype)) / self.scale
-        return self._multiply(x, spec, by.new_ones(len(x.hidden)), by)
-
-    def finalize_by_token(self, x: Inputs, spec: LossSpec, grad: Tensor) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias for upstream gradients ``grad`` [N]."""
-        return self._multiply(x, spec, *split_factors(x.hidden.dtype, grad / self.scale))
-
-    def _multiply(self, x: Inputs, spec: LossSpec, by_token: Tensor, by: Tensor | None) -> list[Tensor | None]:
-        by_token = torch.where(x.labels == spec.ignore_index, 0, by_token)
+        by_token, common = split_factors(x.hidden.dtype, by) if by.dim() else (by.new_ones(len(x.hidden)), by)
+        by_row = self.tokens.gather(torch.where(x.labels == spec.ignore_index, 0, by_token))
         hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
-        by_row = self.tokens.gather(by_token)
-        grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, by_row, by)
+        grad_hidden, *others = logit_products(self.logits, hidden, x.weight, spec.needs, by_row, common)
         return [self.tokens.scatter(grad_hidden, len(x.hidden)), *others]
 
 

@@ -456,7 +456,7 @@ class TokenLosses(StatisticsKeepingLogits):
     def cached_gradients(self, cache: Any, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream) -> InputGrads:
         if self.triton:
             return kernels_module().row_gradients(cache, x, spec, upstream[6])
-        return cache.finalize_by_token(x, spec, upstream[6])
+        return cache.finalize(x, spec, upstream[6])
 
 
 class FilteredStatistics(Filtered, Statistics):
