@@ -12,27 +12,14 @@ from typing import NamedTuple
 
 import torch
 
+from hf_cce import strategies
 from hf_cce.config import CCEConfig
 from hf_cce.fallback import CHUNK_BYTES, FULL_PRECISION, fits_token_losses
 from hf_cce.filter_state import FilterState
 from hf_cce.matmul import supports_fp32_out
 from hf_cce.quantized import FrozenWeight
 from hf_cce.spec import DivergencePlan, Divisor, Inputs, LossSpec, WantedStats
-from hf_cce.strategies import (
-    SUM,
-    Exact,
-    Filtered,
-    FilteredStatistics,
-    FullLogits,
-    OneBlock,
-    OnePass,
-    Recompute,
-    Statistics,
-    StatisticsKeepingLogits,
-    Strategy,
-    TokenLosses,
-    compile_failures,
-)
+from hf_cce.strategies import SUM, Strategy
 
 # Minimum compute capability for implementation="auto" and for implementation="triton". The kernels compile for a T4 (7.5), but
 # have not been run on one.
@@ -135,7 +122,7 @@ def why_no_triton(device: torch.device, dtype: torch.dtype, least: tuple[int, in
     # Checked last: if the device is the problem, installing Triton does not help.
     if not _has_triton():
         return "the package triton is not installed (pip install triton)"
-    return compile_failures.get(device)
+    return strategies.compile_failures.get(device)
 
 
 @lru_cache
@@ -251,7 +238,7 @@ def one_block_bytes(p: Problem) -> int:
 def dispatch(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterState | None) -> Strategy:
     """Return the strategy for a scalar loss."""
     if prefers_full_logits(Problem.of(x), spec):  # checked first, because host time dominates here
-        return FullLogits(spec, divisor, False)
+        return strategies.FullLogits(spec, divisor, False)
     return dispatch_fused(x, spec, divisor, state)
 
 
@@ -259,7 +246,7 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     """Return the strategy for a scalar loss, full logits excluded (autograd records those)."""
     p = Problem.of(x)
     if (remaining := _spec_after_dequantization(x, spec)) is None:
-        return Recompute(spec, divisor, False)
+        return strategies.Recompute(spec, divisor, False)
     spec = remaining
     implementation = choose_implementation(p.device, p.dtype, spec.implementation)
     # "auto" bounds the error by measuring it across steps, which needs a FilterState.
@@ -270,7 +257,7 @@ def dispatch_fused(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSta
     unfiltered = _build_strategy(choose_unfiltered(p, spec, implementation), p, spec, divisor)
     if tau is None or state is None:
         return unfiltered
-    return Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
+    return strategies.Filtered(spec, divisor, state, tau, keeps_state, unfiltered)
 
 
 def _spec_after_dequantization(x: Inputs, spec: LossSpec) -> LossSpec | None:
@@ -292,37 +279,39 @@ def dispatch_statistics(
     """Return the strategy for per-token statistics. A ``state`` enables the gradient filter."""
     p = Problem.of(x)
     if prefers_full_logits(p, spec):
-        return FullLogits(spec, SUM, False)
+        return strategies.FullLogits(spec, SUM, False)
     filters = state is not None and may_filter(p, spec, wanted)
     statistics = dispatch_fused_statistics(x, spec, wanted, with_lse=with_lse or filters)
     if state is None or not filters or not statistics.triton:
         return statistics
     tau = state.threshold(spec.gradient_filter, x.hidden)  # type: ignore[arg-type]
-    return statistics if tau is None else FilteredStatistics(state, tau, statistics)
+    return statistics if tau is None else strategies.FilteredStatistics(state, tau, statistics)
 
 
 def dispatch_fused_statistics(
     x: Inputs, spec: LossSpec, wanted: WantedStats, keeps_logits: bool = True, with_lse: bool = True
-) -> Statistics:
+) -> strategies.Statistics:
     """Return the strategy for exact per-token statistics, full logits excluded. ``keeps_logits``: it may keep logits."""
     p = Problem.of(x)
     if (remaining := _spec_after_dequantization(x, spec)) is None:
-        return Statistics(spec, wanted, False)
+        return strategies.Statistics(spec, wanted, False)
     only_losses = keeps_logits and any(spec.needs) and not with_lse and not any(wanted)
     if choose_implementation(p.device, p.dtype, spec.implementation) == "triton":
         # The kernels would compute the logits again in the backward pass. Memory as large as dW, if that is needed, saves this.
         most = _head_gradient_bytes(p, spec) if spec.auto_budget else 0
         few = only_losses and is_few(p, remaining, most)
-        return (TokenLosses if few else Statistics)(remaining, wanted, True)
+        return (strategies.TokenLosses if few else strategies.Statistics)(remaining, wanted, True)
     kept, workspace, fits = _kept_logits(p, remaining.memory_budget, spec.auto_budget, any(spec.needs))
     remaining = remaining._replace(memory_budget=kept + workspace)
     if not (keeps_logits and fits):
-        return Statistics(remaining, wanted, False)
+        return strategies.Statistics(remaining, wanted, False)
     if only_losses and runs_kernels(p.device, p.dtype, spec.implementation):
-        return TokenLosses(remaining, wanted, True)
+        return strategies.TokenLosses(remaining, wanted, True)
     # In 16 bits, PyTorch would round the factors of the tokens with the hidden states, for the gradients of weight and bias.
     rounds = p.dtype not in FULL_PRECISION and (any(spec.needs[1:]) or not supports_fp32_out(x.hidden))
-    return (TokenLosses if only_losses and not rounds else StatisticsKeepingLogits)(remaining, wanted, False)
+    return (strategies.TokenLosses if only_losses and not rounds else strategies.StatisticsKeepingLogits)(
+        remaining, wanted, False
+    )
 
 
 def _kept_logits(p: Problem, memory_budget: int, auto: bool, trains: bool) -> tuple[int, int, bool]:
@@ -380,12 +369,17 @@ def dispatch_traced(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterSt
     if grads_in_forward(x.hidden.dtype):
         return dispatch_fused(x, spec, divisor, state)
     triton = choose_implementation(x.hidden.device, x.hidden.dtype, spec.implementation) == "triton"
-    return Recompute(spec, divisor, triton)
+    return strategies.Recompute(spec, divisor, triton)
 
 
 def _build_strategy(strategy: str, p: Problem, spec: LossSpec, divisor: Divisor) -> Strategy:
     spec = spec._replace(memory_budget=_budget(p, spec, strategy))
-    kinds = {"one_block": OneBlock, "one_pass": OnePass, "recompute": Recompute, "exact": Exact}
+    kinds = {
+        "one_block": strategies.OneBlock,
+        "one_pass": strategies.OnePass,
+        "recompute": strategies.Recompute,
+        "exact": strategies.Exact,
+    }
     # Only the kernels run "exact", only PyTorch recomputes.
     triton = strategy == "exact" or (strategy != "recompute" and runs_kernels(p.device, p.dtype, spec.implementation))
     return kinds[strategy](spec, divisor, triton)

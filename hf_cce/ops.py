@@ -13,21 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hf_cce import dispatch, flops, reference
+from hf_cce import dispatch, flops, reference, strategies
 from hf_cce.filter_state import FilterState
 from hf_cce.quantized import dense
 from hf_cce.spec import Divisor, Inputs, LogitStats, LossSpec, TokenGrads, WantedStats, accumulation_dtype
-from hf_cce.strategies import (
-    FullLogits,
-    InputGrads,
-    Saved,
-    Statistics,
-    Strategy,
-    Upstream,
-    implementation,
-    when_cold,
-    with_fallback,
-)
+from hf_cce.strategies import InputGrads, Saved, Strategy, Upstream
 
 AUTO = -1.0  # stands for gradient_filter="auto" in a float argument
 
@@ -61,8 +51,8 @@ def _forward(strategy: Strategy, x: Inputs) -> tuple[Strategy, tuple[Tensor, ...
         slabs = used.reads_weight_in_slabs and not triton
         return used, *used.forward(x if slabs else x._replace(weight=dense(x.weight)))
 
-    with compute_context(x.hidden), when_cold(strategy, x):
-        return with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
+    with compute_context(x.hidden), strategies.when_cold(strategy, x):
+        return strategies.with_fallback(compute, strategy.triton, strategy.spec, x.hidden.device)
 
 
 def _backward(
@@ -88,7 +78,7 @@ def _backward(
         return recompute_by_operator(x, spec, saved.in_token_order(), saved.entropy, grads)
 
     with compute_context(inputs.hidden):
-        return with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
+        return strategies.with_fallback(compute, strategy.triton, strategy.spec, inputs.hidden.device)
 
 
 # The fields of a LossSpec in the schemas of the operators
@@ -140,11 +130,11 @@ def logit_stats_backward(*arguments: Any) -> tuple[Tensor, ...]:
     spec, device = _spec_of(arguments[10:]), x.hidden.device
 
     def compute(triton: bool) -> tuple[Tensor, ...]:
-        return implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
+        return strategies.implementation(triton).logit_stats_backward(x, spec, lse, entropy, grads)
 
     triton = dispatch.choose_implementation(device, x.hidden.dtype, spec.implementation) == "triton"
     with compute_context(x.hidden):
-        return with_fallback(compute, triton, spec, device)
+        return strategies.with_fallback(compute, triton, spec, device)
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +165,7 @@ def _only(needs: tuple[bool, ...], gradients: Any) -> tuple[Tensor | None, ...]:
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     wanted, ctx.spec = WantedStats(*inputs[4:8]), _spec_of(inputs[8:])
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*Statistics(ctx.spec, wanted, False).non_differentiable_outputs(output))
+    ctx.mark_non_differentiable(*strategies.Statistics(ctx.spec, wanted, False).non_differentiable_outputs(output))
     ctx.save_for_backward(*inputs[:4], output[0], output[3] if wanted.entropy else None)
 
 
@@ -307,7 +297,7 @@ def cross_entropy(x: Inputs, spec: LossSpec, divisor: Divisor, state: FilterStat
         counted = torch.compiler.is_compiling()
         return torch.ops.hf_cce.cross_entropy(*x, *divisor, handle, counted, *_options_of(spec))[0]
     strategy = dispatch.dispatch(x, spec, divisor, state)
-    if isinstance(strategy, FullLogits):
+    if isinstance(strategy, strategies.FullLogits):
         with compute_context(x.hidden):
             return strategy.loss(x)
     return _StrategyCall.apply(strategy, *x)[0]
@@ -324,7 +314,7 @@ def statistics(
         outputs = torch.ops.hf_cce.logit_stats(*x, *wanted, *_options_of(spec))
     else:
         strategy = dispatch.dispatch_statistics(x, spec, wanted, with_lse, state)
-        if isinstance(strategy, FullLogits):
+        if isinstance(strategy, strategies.FullLogits):
             with compute_context(x.hidden):
                 return strategy.statistics(x, wanted, with_lse)
         outputs = _StrategyCall.apply(strategy, *x)

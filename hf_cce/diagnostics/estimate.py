@@ -24,13 +24,7 @@ from transformers.initialization import no_init_weights  # some initializers rea
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import GIB, first_line
 from hf_cce.diagnostics.shapes import auto_class, config_named, is_model_type
-from hf_cce.dispatch import (
-    BYTES_PER_LOGIT,
-    FULL_LOGITS_MAX,
-    Problem,
-    explain_dispatch,
-    one_block_bytes,
-)
+from hf_cce.dispatch import BYTES_PER_LOGIT, FULL_LOGITS_MAX, Problem, explain_dispatch, one_block_bytes
 
 # Bytes per element of an activation, by training dtype; mixed is float32 weights under bfloat16 autocast, as Trainer's bf16=True.
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "mixed": 2}
