@@ -5,7 +5,7 @@ Functions that also exist in ``hf_cce.reference`` take the same arguments and re
 Modules, roughly in the order of a training step:
     labels          check and count the labels, compute their logits
     forward         compute logits tile by tile (with hopper or tiles) and reduce them to statistics per token
-    loss            save tensors for the backward pass
+    exact           compute statistics for a loss without the gradient filter, and what its backward pass starts from
         exp_cache       cache exponentials of the first columns, as far as the memory budget allows
         exp_products    compute gradients directly from exponentials of all columns
         token_groups    compute gradients in the forward pass, one group of tokens at a time
@@ -20,12 +20,12 @@ Modules, roughly in the order of a training step:
 
 # ruff: noqa: F401 (hf_cce.strategies uses these names)
 from hf_cce.kernels.backward import logit_stats_backward
+from hf_cce.kernels.exact import exact_stats
 from hf_cce.kernels.filter.run import filtered_forward, filtered_gradients, filtered_stats
 from hf_cce.kernels.filter.workspace import BackwardRequest
 from hf_cce.kernels.forward import logit_stats
 from hf_cce.kernels.labels import validate_labels
 from hf_cce.kernels.launcher import compiling, when_cold
-from hf_cce.kernels.loss import exact_stats
 from hf_cce.kernels.rows import all_logits, logits_to_gradients, row_losses
 from hf_cce.kernels.rows import gradients as row_gradients
 from hf_cce.kernels.token_groups import PrecomputedGradients, scale_precomputed_gradients

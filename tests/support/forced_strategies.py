@@ -79,13 +79,13 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
     monkeypatch.setattr(dispatch, "FILTER_TOKENS", 0)
     monkeypatch.setattr(dispatch, "ONE_BLOCK_BYTES", math.inf if strategy == "one_block" else 0)
     monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX_FALLBACK", 0)  # for "portable" on a GPU
-    from hf_cce.kernels import backward, exp_cache, exp_products, loss
+    from hf_cce.kernels import backward, exact, exp_cache, exp_products
 
     # With several slabs of the product. "exp_cache" has none, also with a frozen head.
     monkeypatch.setattr(exp_products, "PRODUCT_BYTES", 4 << 20 if torch.cuda.is_available() else 1 << 12)
     pays_and_fits = exp_products.pays_and_fits
     monkeypatch.setattr(exp_products, "TOKENS_PER_WIDTH", 0)
-    for module in (backward, loss):
+    for module in (backward, exact):
         monkeypatch.setattr(module, "pays_and_fits", lambda *args: strategy == "exp_products" and pays_and_fits(*args))
     if strategy in ("partial_exp_cache", "exact", "token_groups"):
         # a whole tile of every plan, on a GPU and in the interpreter
@@ -99,7 +99,7 @@ def force_strategy(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Counter[st
             return 0
         return 256 if torch.cuda.is_available() else 16  # whole row blocks of every plan
 
-    monkeypatch.setattr(loss, "group_size", group_size)
+    monkeypatch.setattr(exact, "group_size", group_size)
     return count_strategies(monkeypatch)
 
 

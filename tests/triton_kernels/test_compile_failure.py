@@ -18,7 +18,7 @@ from hf_cce.spec import LossSpec, WantedStats
 
 pytest.importorskip("triton")
 
-from hf_cce.kernels import backward, forward, loss
+from hf_cce.kernels import backward, exact, forward
 
 AUTO = CCEConfig("auto", gradient_filter=None)
 
@@ -35,7 +35,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         force_strategy(monkeypatch, "exact")
         monkeypatch.setattr(dispatch, "FULL_LOGITS_MAX", 0)  # no full logits on a GPU
         monkeypatch.setattr(dispatch, "choose_implementation", choose)
-        for module in (backward, forward, loss):
+        for module in (backward, forward, exact):
             if module.__name__.rpartition(".")[2] in names:
                 real = module.make_plan
                 monkeypatch.setattr(module, "make_plan", lambda *a, r=real, **k: replace(r(*a, **k), block_n=24))
@@ -47,7 +47,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("options", [PLAIN, EVERYTHING, Options(reduction="none")], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_pytorch_takes_over_with_one_warning(where: str, options: Options, broken: Any) -> None:
-    broken(where, "loss" if where == "forward" else where)
+    broken(where, "exact" if where == "forward" else where)
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE, bias=options.bias)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -80,7 +80,7 @@ def test_statistics_and_operators_fall_back_too(broken: Any) -> None:
 def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
     from triton.errors import TritonError
 
-    broken("forward", "loss")
+    broken("forward", "exact")
     inputs, labels = make_inputs(37, 40, 131, torch.float32, DEVICE)
     with pytest.raises(TritonError):
         fused_loss(CCEConfig("triton", gradient_filter=None))(*inputs, labels, PLAIN)
@@ -93,7 +93,7 @@ def test_explicit_triton_raises_the_compile_error(broken: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "where", "function"),
     [
-        ("exact", "loss", "make_plan"),
+        ("exact", "exact", "make_plan"),
         ("exact", "backward", "make_plan"),
         ("filtered", "filter.run", "combine"),
         ("filtered", "filter.run", "select"),

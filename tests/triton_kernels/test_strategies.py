@@ -38,7 +38,7 @@ from hf_cce import filter_state as state_module
 
 pytest.importorskip("triton")
 
-from hf_cce.kernels import loss as kernel_loss
+from hf_cce.kernels import exact as kernel_exact
 from hf_cce.kernels.exp_cache import _dw_slabs
 from hf_cce.kernels.exp_products import add_and_round, label_addends
 from hf_cce.kernels.inputs import Shape
@@ -343,7 +343,7 @@ def test_cached_columns_share_the_weight_gradient_buffer(
     force_strategy(monkeypatch, "partial_exp_cache")
     if DEVICE == "cuda":  # larger tiles need a larger dW buffer
         n, d, v = 16 * n, max(d, 320), 16 * v
-    plans = spy(kernel_loss, "plan_cache")
+    plans = spy(kernel_exact, "plan_cache")
     (hidden, weight, _), labels = make_inputs(n, d, v, dtype, DEVICE)
     labels[:2] = torch.tensor([8, v - 1])
     weight[7] = weight[8] = 0.0
