@@ -66,7 +66,7 @@ def _backward(
             gradients = strategy.backward(x, saved, upstream, spec.needs)
             if gradients is not None:
                 return gradients
-        strategy.release()
+        strategy.cache = None  # free it before the gradients are recomputed
         if direct:
             # Kernels that only turn logits into gradients may have run: recomputing needs those that also multiply.
             tiles = (

@@ -157,10 +157,6 @@ class Strategy:
         """Return the strategies that ``warm_up`` compiles: those that this call or later ones run."""
         return [copy.copy(self)]
 
-    def release(self) -> None:
-        """Drop the cache before the gradients are recomputed."""
-        self.cache = None
-
     def recompute(self, x: Inputs, spec: LossSpec, saved: Saved, upstream: Upstream, triton: bool) -> InputGrads:
         """Compute the gradients that ``spec`` needs, empty where not needed, without a cache."""
         grads = self.token_grads(saved, upstream)
@@ -378,10 +374,6 @@ class Filtered(Strategy):
             each.state, each.tau = self.state.for_warm_up(probing), torch.empty((), device="meta")
             found.append(each)
         return found
-
-    def release(self) -> None:
-        super().release()
-        self.unfiltered.release()
 
 
 class Statistics(Strategy):
