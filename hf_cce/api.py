@@ -19,7 +19,7 @@ from hf_cce.patches.refused import why_refuse, why_refuse_class
 
 Target = TypeVar("Target")
 DISABLE = "HF_CCE_DISABLE"
-logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) -> Target:
@@ -45,7 +45,8 @@ def apply_cce(model: Target, config: CCEConfig | None = None, **options: Any) ->
     """
     config = CCEConfig.of(config, **options)
     _check_version()
-    if disabled():
+    if os.environ.get(DISABLE, "") not in ("", "0"):
+        _warn_once("hf_cce is disabled by %s=%s: no model is patched", DISABLE, os.environ[DISABLE])
         if not isinstance(model, (str, type)):
             causal_lm(model).cce_stats = functools.partial(dict.fromkeys, vars(Patch(config).stats), 0)  # type: ignore[assignment]
         return model
@@ -74,19 +75,6 @@ def remove_cce(model: Target) -> Target:
         return model
     unpatch(causal_lm(model))
     return model
-
-
-def disabled() -> bool:
-    """Return True if ``HF_CCE_DISABLE`` in the environment disables all patches, which is logged once."""
-    if os.environ.get(DISABLE, "") in ("", "0"):
-        return False
-    _log_disabled()
-    return True
-
-
-@functools.cache
-def _log_disabled() -> None:
-    logger.warning("hf_cce is disabled by %s=%s: no model is patched", DISABLE, os.environ[DISABLE])
 
 
 def supported_models() -> list[str]:

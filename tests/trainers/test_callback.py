@@ -13,7 +13,7 @@ from models import batch, cce_warnings, stats, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cce import CCECallback, CCEConfig, apply_cce, remove_cce
-from hf_cce.api import DISABLE, _log_disabled
+from hf_cce.api import DISABLE, _warn_once
 from hf_cce.patches.causal_lm import patch_of
 
 
@@ -287,7 +287,7 @@ def test_options_of_patched_model_and_callback(tmp_path: Path) -> None:
 @pytest.fixture
 def disabled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setenv(DISABLE, "1")
-    _log_disabled.cache_clear()
+    _warn_once.cache_clear()
     caplog.set_level(logging.INFO, "hf_cce")
     return caplog
 
