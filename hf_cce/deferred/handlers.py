@@ -103,8 +103,11 @@ def _contiguous(x: Any) -> Any:
     """Return ``x`` itself or, where torch would copy, a view: after a write to either, reading the other raises."""
     r = x.recipe
     whole = not r.leaves or r.weight is r.leaves[1]  # not a part of the vocabulary
-    is_contiguous = whole and not r.class_first and r.hidden_states.is_contiguous()
-    return x if is_contiguous else x._derive(lambda z: z.view_as(z), lambda r: r)
+    return x if whole and not r.class_first and r.hidden_states.is_contiguous() else _alias(x)
+
+
+def _alias(x: Any) -> Any:
+    return x._derive(lambda z: z.view_as(z), lambda r: r)
 
 
 def _elementwise(x: Any, op: tuple[str, Any], nonlinear: bool = False) -> Any:
@@ -120,6 +123,8 @@ def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     result = getattr(torch.empty(x.shape, dtype=x.dtype, device="meta"), name)(*args, **kwargs)
     if result.dtype != x.dtype or result.shape[-1:] != x.shape[-1:]:
         return NotImplemented
+    if result.shape == x.shape:  # autograd functions that return an argument call view_as
+        return _alias(x)
     tokens = result.shape[:-1]
     return _apply_to_token_dims(x, lambda z: z.reshape(*tokens, z.shape[-1]))
 
@@ -321,25 +326,33 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 @implements("sub", "subtract", "__sub__")
 def _subtract(x: Any, other: Any) -> Any:
     """Record ``x - x.logsumexp(-1, keepdim=True)``, as in ``torch.distributions.Categorical``, as log_softmax."""
-    lse, version = x.shared_storage.logsumexp or (None, None)
+    lse, version, grad_fn = x.last_logsumexp or (None, None, None)
     if lse is None or not isinstance(other, Tensor) or isinstance(other, LazyTensor):
         return NotImplemented
     layout = (lse.data_ptr(), (*lse.shape, 1), lse.stride(), lse.dtype, version)
     same = layout == (other.data_ptr(), other.shape, other.stride()[:-1], other.dtype, version_of(other))
-    alike = not torch.is_grad_enabled() or x.requires_grad == (other.grad_fn is not None)
+    same_graph = x.requires_grad == (grad_fn is not None) and _is_view_of(other.grad_fn, grad_fn)
+    alike = same_graph or not torch.is_grad_enabled()
     if not same or not alike or any(map(is_watched, (other, other._base))):
         return NotImplemented
     made = _normalize("log_softmax", x, -1, dtype=other.dtype)
     if made is not NotImplemented:
-        made.shared_storage.logsumexp = lse, version
+        made.last_logsumexp = lse, version, None
         note_subtraction(x.recipe)
     return made
+
+
+def _is_view_of(node: Any, base: Any) -> bool:
+    """Return True if the graph node ``node`` (None: no gradient) is ``base``, or changes nothing but the shape of its result."""
+    while node is not base and type(node).__name__ in ("UnsqueezeBackward0", "ViewBackward0", "AliasBackward0"):
+        node = node.next_functions[0][0]
+    return node is base
 
 
 @implements("eq", "__eq__")
 def _is_not_nan(x: Any, other: Any) -> Any:
     """Answer ``x == x``, by which distributions check log-probabilities: some are NaN unless the logsumexp is finite."""
-    lse, _ = x.shared_storage.logsumexp or (None, None)
+    lse = None if x.last_logsumexp is None else x.last_logsumexp[0]
     if other is not x or lse is None or x.recipe.meaning.kind != "log p":
         return NotImplemented
     return lse.isfinite().unsqueeze(-1).expand(x.shape)
@@ -370,6 +383,9 @@ def _product(x: Any, other: Any) -> Any:
         return NotImplemented
     made = _elementwise(source, op, nonlinear=True)
     x.has_results = other.has_results = True
+    for each in (x, other) if differentiable else ():
+        while each is not shared[0]:
+            each.is_bypassed, each = True, each.parent
     made.factors = (x, other) if differentiable else ()
     return made
 
@@ -471,7 +487,7 @@ def _kl_div(
     divisors, found = {"sum": 1, "mean": x.numel(), "batchmean": len(x)}, x.recipe.meaning
     acc_dtype = accumulation_dtype(x.dtype)
     known = found.kind == "log p" and found.factor == 1.0 and size_average is reduce is None
-    known = known and reduction in (*divisors, "none") and can_compute_divergences(x)
+    known = known and found.form is not None and reduction in (*divisors, "none") and can_compute_divergences(x)
     known = known and isinstance(target, Tensor) and not isinstance(target, LazyTensor) and target.is_floating_point()
     if not known or target.shape != x.shape or target.device != x.device or target.requires_grad or not _can_block(x):
         return NotImplemented
@@ -558,7 +574,7 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     native = lambda z: (z.logsumexp(-1),)  # noqa: E731
     (found,) = _statistics_of_ids(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
     if not torch.compiler.is_compiling():
-        x.shared_storage.logsumexp = found.detach(), version_of(found)
+        x.last_logsumexp = found.detach(), version_of(found), found.grad_fn
     return found.unsqueeze(-1) if keepdim else found
 
 

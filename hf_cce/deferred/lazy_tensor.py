@@ -43,6 +43,10 @@ MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the hidden states or the "
     "weight of the LM head, its logits, or the labels"
 )
+BYPASSED = (
+    "a hook on these probabilities would not run, because their product with logits was computed from the logits directly; "
+    "register it before the product, or use outputs.logits.materialize()"
+)
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # these follow the graph and read no values
 _GRADIENT_METHODS = {"grad", "retain_grad", "register_hook"}
 _ATEN = torch.ops.aten
@@ -55,6 +59,7 @@ class LazyTensor:
     # By name of a torch function; NotImplemented falls back to the real tensor
     HANDLERS: ClassVar[dict[str, Callable[..., Any]]] = {}
     parent: Any = None  # the lazy tensor that this one was computed from entry by entry, if any
+    is_bypassed = False  # a product was computed from the logits instead of from this, so this gets no gradient
     _is_stale = False  # the real tensor was modified in place, so what was recorded is stale
 
     def _materialize(self, why: str) -> Tensor:
@@ -91,7 +96,10 @@ class LazyTensor:
             args = _undo_matmul_swap(args)
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
-        if func in _AUTOGRAD or name in _GRADIENT_METHODS:
+        changes_grad = name in ("__set__", "__delete__") and _property_name(func) == "grad"
+        if name in ("register_hook", "retain_grad") and isinstance(first, LazyTensor) and first.is_bypassed:
+            raise RuntimeError(BYPASSED)
+        if func in _AUTOGRAD or name in _GRADIENT_METHODS or changes_grad:
             args, kwargs = tree_map_only(LazyTensor, lambda x: x._gradient_owner(), (args, kwargs))
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and _is_metadata_query(func):
@@ -372,6 +380,8 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class TensorMeta(NamedTuple):
+    """Lazy logits, their copies and a ``LazyGrad`` with respect to them share one object."""
+
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -398,7 +408,7 @@ class LazyGrad(Tensor):
         new.meta, new.losses, new.dense, new.call = meta, losses, dense, call
         return new
 
-    def materialize(self, why: str) -> Tensor:
+    def materialize(self, why: str = "materialize") -> Tensor:
         if self.losses:
             self.call.note_materialized(f"{why} of their gradient")
             with torch.enable_grad():
@@ -408,9 +418,11 @@ class LazyGrad(Tensor):
         return self.dense
 
     def plus(self, other: Tensor) -> LazyGrad:
-        losses, dense = _split(other)
+        meta = other.meta if isinstance(other, LazyGrad) and not self.losses else self.meta
+        with enable_reentrant_dispatch():  # autograd's engine calls this from C++
+            losses, dense = _split(at(meta, other))
         both = dense if self.dense is None else self.dense if dense is None else self.dense + dense
-        return LazyGrad.create(self.meta, self.losses + losses, both, self.call)
+        return LazyGrad.create(meta, self.losses + losses, both, self.call)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyGrad(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -450,6 +462,17 @@ class LazyGrad(Tensor):
         return func(*args, **kwargs)
 
 
+def at(meta: TensorMeta, grad: Tensor) -> Tensor:
+    """Return ``grad``, but dense if it was computed with respect to other logits than those with ``meta``.
+
+    An autograd function whose backward is not the derivative of its forward, such as a straight-through estimator, or code that
+    passes a gradient to ``backward`` leads to such gradients.
+    """
+    if isinstance(grad, LazyGrad) and grad.losses and grad.meta is not meta:
+        return grad.materialize("use at other logits")
+    return grad
+
+
 def _split(grad: Tensor) -> tuple[Any, Tensor | None]:
     return (grad.losses, grad.dense) if isinstance(grad, LazyGrad) else ((), grad)
 
@@ -471,14 +494,16 @@ class HeadOutput(torch.autograd.Function):
     def forward(ctx: Any, cls: Any, recipe: Any, *operands: Tensor | None) -> Any:
         ctx.save_for_backward(*operands)
         ctx.cast, ctx.call = recipe.cast, recipe.call
-        return cls(recipe)
+        made = cls(recipe)
+        ctx.meta = made.meta
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         operands, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         ctx.call.last_pass = ctx.call.gathered = None
         ctx.call.shared_passes.clear()
-        losses, dense = _split_and_join(grad)
+        losses, dense = _split_and_join(at(ctx.meta, grad))
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
@@ -510,20 +535,25 @@ class RecordedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Any, recipe: Any, op: Any, nonlinear: bool, in_place: bool = False) -> Any:
-        ctx.meta, ctx.op, ctx.call, ctx.recipe = source.meta, op, recipe.call, None
+        ctx.source_meta, ctx.op, ctx.call, ctx.recipe = source.meta, op, recipe.call, None
         if nonlinear:
             # The source's values may be modified in place. Autograd frees the saved operands after the backward pass.
             ctx.recipe, ctx.storage = source.recipe.without_operands(), weakref.ref(source.shared_storage)
             ctx.save_for_backward(source, *source.recipe.operands)
         if in_place:
             ctx.mark_dirty(source)
+            ctx.meta = source.meta = recipe.meta
             return source
-        return type(source)(recipe)
+        made = type(source)(recipe)
+        if recipe.is_copy_of(source.recipe):
+            made.meta = source.meta
+        ctx.meta = made.meta
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        meta, create_graph = ctx.meta, torch.is_grad_enabled()
-        recipe, op = ctx.recipe, ctx.op
+        meta, create_graph = ctx.source_meta, torch.is_grad_enabled()
+        recipe, op, grad = ctx.recipe, ctx.op, at(ctx.meta, grad)
         storage: Any = None if recipe is None else ctx.storage()
         source, *operands = (None,) if recipe is None else ctx.saved_tensors
         if not create_graph:

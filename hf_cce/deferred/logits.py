@@ -72,6 +72,7 @@ class LazyLogits(LazyTensor):
     HANDLERS = HANDLERS
     recipe: Recipe
     shared_storage: SharedStorage
+    last_logsumexp: tuple[Tensor, int | None, Any] | None = None  # [...], its version and its ``grad_fn``
     has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses
@@ -141,7 +142,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
     def _detached(self) -> Any:
         """Return a tensor that shares the storage, without a gradient."""
         new = LazyLogitsTensor(self.recipe)
-        new.shared_storage = self.shared_storage
+        new.meta, new.shared_storage = self.meta, self.shared_storage
         return new
 
     def _derive(self, op: Any, change: Any, nonlinear: bool = False) -> Any:
@@ -269,7 +270,9 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             if is_alias(func, args):
                 return first._detached()
             if func is torch.ops.aten.clone.default:
-                return LazyLogitsTensor(first.recipe.with_ops())
+                copied = LazyLogitsTensor(first.recipe.with_ops())
+                copied.meta = first.meta
+                return copied
         name = func._schema.name.partition("::")[2]
         written = func._schema.arguments and func._schema.arguments[0].alias_info
         if isinstance(first, LazyLogitsTensor) and written is not None and written.is_write:

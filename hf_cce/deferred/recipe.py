@@ -18,8 +18,8 @@ from hf_cce.quantized import FrozenWeight
 from hf_cce.sharded import as_replicated, to_local
 
 CHANGED = (
-    "cannot compute these deferred logits: the hidden states or the LM head have changed since the forward pass "
-    "(optimizer.step()?); read outputs.logits before the step, or keep outputs.logits.materialize()"
+    "cannot compute these deferred logits or their gradient: the hidden states or the LM head have changed since the forward "
+    "pass (optimizer.step()?); read them before the step, or keep the result of their materialize()"
 )
 
 
@@ -32,7 +32,6 @@ class SharedStorage:
         self.in_graph = in_graph
         self.is_exposed = False  # a kernel or NumPy has got the address of ``values``, and may write there at any time
         self.known: list[tuple[Tensor, Tensor]] = []  # (token ids [..., K], values that were returned for them)
-        self.logsumexp: tuple[Tensor, int | None] | None = None  # the one [...] returned last, and its version
 
     @property
     def is_modified(self) -> bool:
@@ -104,6 +103,11 @@ class Recipe:
 
     def without_operands(self) -> Recipe:
         return self.replace(hidden_states=None, weight=None, bias=None, leaves=(), aliases=())
+
+    def is_copy_of(self, other: Recipe) -> bool:
+        """Return True if both compute the same logits from the same tensors."""
+        same = all(x is y for x, y in zip(self.operands, other.operands, strict=True))
+        return same and self.ops == other.ops and self.class_first == other.class_first
 
     def with_ops(self, *ops: Op) -> Recipe:
         """Return the recipe with ``ops`` recorded after its own; the result has memory of its own."""

@@ -640,6 +640,7 @@ MATERIALIZED_OPS: dict[str, Callable[[Any], Any]] = {
     "probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.full((B * S, V), 1 / V)),
     "divergence of each entry": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none"),
     "divergence of some entries": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none")[1].sum(-1),
+    "divergence of negative logits": lambda x: F.kl_div((-x).log_softmax(-1), TEACHER.softmax(-1), reduction="sum"),
     "divergence of two": lambda x: 2.0 * F.kl_div(x.log_softmax(-1), TEACHER.softmax(-1), reduction="none").sum(1),
     "divergence from a student": lambda x: F.kl_div(
         x.log_softmax(-1), TEACHER.softmax(-1).requires_grad_(), reduction="sum"

@@ -106,6 +106,7 @@ def autograd_function(forward: Callable[[Any, Tensor], Tensor], backward: Callab
 
 reverse = autograd_function(lambda ctx, x: x.view_as(x), lambda ctx, grad: -grad)
 identity = autograd_function(lambda ctx, x: x.clone(), lambda ctx, grad: grad)  # like those of DDP, FSDP and DeepSpeed
+halve_and_pass_on = autograd_function(lambda ctx, x: x / 2, lambda ctx, grad: grad)  # a straight-through estimator
 halve_in_place = autograd_function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(0.5))[1], lambda ctx, grad: grad / 2)
 
 
@@ -247,6 +248,26 @@ def entropy_of_a_detached_leaf(outputs: Any) -> Tensor:
     return outputs.loss + (leaf.grad * outputs.logits).sum()
 
 
+def gradient_at(change: Callable[[Tensor], Tensor]) -> Loss:
+    """Return a loss of which one term has the gradient that another loss has at ``change(logits)``, as in GradCache."""
+
+    def loss_of(outputs: Any) -> Tensor:
+        leaf = change(outputs.logits).detach().requires_grad_()
+        (grad,) = torch.autograd.grad(leaf.logsumexp(-1).square().sum(), leaf)
+        outputs.logits.backward(grad, retain_graph=True)
+        return outputs.loss
+
+    return loss_of
+
+
+def less_logsumexp(change_logits: Prepared, change_lse: Prepared) -> Loss:
+    def loss_of(outputs: Any) -> Tensor:
+        lse = outputs.logits.logsumexp(-1, keepdim=True)
+        return outputs.loss + (change_logits(outputs.logits) - change_lse(lse))[..., 7].square().sum()
+
+    return loss_of
+
+
 def reused_bias(outputs: Any) -> Tensor:
     bias = torch.linspace(-1, 1, 99)
     moved = outputs.logits + bias
@@ -303,6 +324,15 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     "forward that halves its input": (in_place_of_forward(lambda forward, x: forward(halved(x))), output_loss, True),
     "forward in a reentrant checkpoint": (
         in_place_of_forward(lambda forward, x: checkpoint(forward, x, use_reentrant=True)), output_loss, True,
+    ),
+    "hook on the head by a function that halves and passes its gradient on": (
+        on_head(lambda m, i, x: halve_and_pass_on(x)), output_loss, True,
+    ),
+    "gradient of a loss at a copy": (unchanged, gradient_at(torch.clone), False),
+    "gradient of a loss at other logits": (unchanged, gradient_at(lambda z: 2 * z), True),
+    "less a logsumexp whose gradient is reversed": (unchanged, less_logsumexp(unchanged, reverse), True),
+    "leaf less the logsumexp of the logits": (
+        unchanged, less_logsumexp(lambda z: z.detach().requires_grad_(), unchanged), True,
     ),
     "hook on the head by a function that reverses": (on_head(lambda m, i, x: reverse(x)), output_loss, True),
     "backward hook on the head": (on_head(lambda m, i, o: None, "register_full_backward_hook"), output_loss, False),
@@ -526,6 +556,7 @@ def test_lazy_gradient_sums_and_reads() -> None:
         seen.append(seen[0] + seen[1])
         seen.append(seen[0] + torch.ones_like(seen[0]))
     assert all(isinstance(x, LazyGrad) for x in grads[1][:4])
+    assert torch.equal(grads[1][0].clone().materialize(), grads[1][0] * 1.0)
     for position, (expected, found) in enumerate(zip(*grads, strict=True)):
         assert found.shape == expected.shape and found.dtype is expected.dtype
         assert_accurate(found * 1.0, expected, expected, f"gradient {position}")
@@ -811,6 +842,31 @@ def test_gradient_of_logits_that_were_modified_in_place() -> None:
         logits.mul_(0.5)
         grads.append(torch.autograd.grad(logits.logsumexp(-1).square().sum(), inputs=[logits])[0])
     assert_accurate(grads[1], grads[0], grads[0], "gradient")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_optimizer_of_detached_logits(set_to_none: bool) -> None:
+    losses: list[list[float]] = [[], []]
+    for model, found in zip(twins(), losses, strict=True):
+        logits = model(**batch()).logits.detach().requires_grad_()
+        optimizer = torch.optim.SGD([logits], lr=1.0)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = logits.logsumexp(-1).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    assert_accurate(*(torch.tensor(losses[i]) for i in (1, 0, 0)), "losses")
+
+
+def test_hook_on_probabilities_whose_product_is_known_raises() -> None:
+    logits = apply_cce(tiny_llama())(**batch()).logits
+    p = logits.softmax(-1)
+    assert (p * logits.log_softmax(-1)).sum(-1).requires_grad
+    for register in (p.retain_grad, lambda: p.register_hook(print)):
+        with pytest.raises(RuntimeError, match="register it before the product"):
+            register()
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
