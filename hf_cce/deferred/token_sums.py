@@ -82,5 +82,6 @@ def _groups_of_losses(groups: Tensor, labels: Tensor, target: Tensor, valid: Ten
             f"{tuple(groups.shape)}"
         )
     groups, labels = (x.to(target.device) for x in (groups, labels))
-    same = (target.reshape(len(labels), -1) == labels[:, :positions]) | ~valid.reshape(len(labels), -1)
-    return torch.where(same.all(), groups, groups.roll(-1, 1))[:, :positions].flatten()
+    next_labels = labels.roll(-1, 1)[:, :positions]
+    is_next = (target.reshape(len(labels), -1) == next_labels) | ~valid.reshape(len(labels), -1)
+    return torch.where(is_next.all(), groups.roll(-1, 1), groups)[:, :positions].flatten()

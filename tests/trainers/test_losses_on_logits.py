@@ -147,14 +147,14 @@ def test_token_statistics(items: dict[str, int]) -> None:
         assert_accurate(torch.tensor(found[name]), value, value, name, torch.float32)
 
 
-@pytest.mark.parametrize("form", ["sequence", "label", "shifted", "unshifted"])
+@pytest.mark.parametrize("form", ["sequence", "label", "equal labels", "shifted", "unshifted"])
 def test_loss_by_group(form: str) -> None:
     """The group of a label counts, not that of the position that predicts it. Calls without groups do not change these means."""
     family = "bart" if form == "unshifted" else "llama"  # Transformers' BartForCausalLM does not shift labels
     plain, patched = twins(family)
     apply_cce(patched, token_stats=True)
     inputs = batch()
-    labels = inputs["labels"]
+    labels = inputs["labels"].fill_(7) if form == "equal labels" else inputs["labels"]
     groups = torch.arange(len(labels)) if form == "sequence" else torch.arange(labels.numel()).view_as(labels) % 3
     if form == "shifted":
         inputs["shift_labels"], groups = shifted(labels).contiguous(), shifted(groups).clamp(min=0)
