@@ -38,6 +38,7 @@ from hf_cce.deferred.operations import (
     split_index,
 )
 from hf_cce.deferred.recipe import Recipe
+from hf_cce.deferred.training_call import is_freed
 from hf_cce.divergence import Options, Target, TeacherHead, divergences
 from hf_cce.loss import has_few_tokens, linear_cross_entropy, linear_log_probs
 from hf_cce.quantized import FrozenWeight
@@ -48,6 +49,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {}
 # Operations supported on logits [B, V, S], whose classes come first
 CLASS_FIRST = {"to", "float", "contiguous", "detach", "cross_entropy", "nll_loss"}
 ON_TERMS = {"sum", "mean", "detach"}  # operations supported on the terms of ``F.kl_div``
+_LOGSUMEXP = "hf_cce.logsumexp"  # key of the metadata of a ``grad_fn``
 LARGEST_TOPK = 128  # TRL's SDFT uses 100
 # Most token ids per token of one ``gather``; beyond, full logits are faster. Log-probabilities also need a pass over the head.
 MOST_IDS = {"z": 16, "p": 8, "log p": 8}
@@ -177,8 +179,9 @@ def _index(x: Any, key: Any) -> Any:
         copies = any(isinstance(each, Tensor) for each in tokens)
         tokens = tuple(each.clone() if isinstance(each, Tensor) else each for each in tokens)  # it may change later
         return _apply_to_token_dims(x, lambda z: z[tokens], copies)
-    if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
-        return NotImplemented  # masked ids, shards and a softmax refer to all of V
+    whole = x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z"
+    if whole or (not torch.compiler.is_compiling() and is_freed(x.recipe.weight)):
+        return NotImplemented  # masked ids, shards, a softmax and FSDP, which gathers parameters, refer to all of V
     return x._derive(
         lambda z: z[key],
         lambda r: r.with_operands(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
@@ -326,12 +329,12 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 @implements("sub", "subtract", "__sub__")
 def _subtract(x: Any, other: Any) -> Any:
     """Record ``x - x.logsumexp(-1, keepdim=True)``, as in ``torch.distributions.Categorical``, as log_softmax."""
-    lse, version, grad_fn = x.last_logsumexp or (None, None, None)
+    lse, version, token = x.last_logsumexp or (None, None, None)
     if lse is None or not isinstance(other, Tensor) or isinstance(other, LazyTensor):
         return NotImplemented
     layout = (lse.data_ptr(), (*lse.shape, 1), lse.stride(), lse.dtype, version)
     same = layout == (other.data_ptr(), other.shape, other.stride()[:-1], other.dtype, version_of(other))
-    same_graph = x.requires_grad == (grad_fn is not None) and _is_view_of(other.grad_fn, grad_fn)
+    same_graph = x.requires_grad == (token is not None) and _comes_from(other.grad_fn, token)
     alike = same_graph or not torch.is_grad_enabled()
     if not same or not alike or any(map(is_watched, (other, other._base))):
         return NotImplemented
@@ -342,11 +345,11 @@ def _subtract(x: Any, other: Any) -> Any:
     return made
 
 
-def _is_view_of(node: Any, base: Any) -> bool:
-    """Return True if the graph node ``node`` (None: no gradient) is ``base``, or changes nothing but the shape of its result."""
-    while node is not base and type(node).__name__ in ("UnsqueezeBackward0", "ViewBackward0", "AliasBackward0"):
+def _comes_from(node: Any, token: Any) -> bool:
+    """Return True if the graph node ``node`` is that of the logsumexp with ``token``, or of a view of it; None: no gradient."""
+    while type(node).__name__ in ("UnsqueezeBackward0", "ViewBackward0", "AliasBackward0"):
         node = node.next_functions[0][0]
-    return node is base
+    return node is token if node is None or token is None else node.metadata.get(_LOGSUMEXP) is token
 
 
 @implements("eq", "__eq__")
@@ -574,7 +577,10 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     native = lambda z: (z.logsumexp(-1),)  # noqa: E731
     (found,) = _statistics_of_ids(x, None, lambda each: (each.logsumexp,), native, logsumexp=True)
     if not torch.compiler.is_compiling():
-        x.last_logsumexp = found.detach(), version_of(found), found.grad_fn
+        token = None if found.grad_fn is None else object()  # not the node, which may lead to ``x``: a reference cycle
+        if token is not None:
+            found.grad_fn.metadata[_LOGSUMEXP] = token
+        x.last_logsumexp = found.detach(), version_of(found), token
     return found.unsqueeze(-1) if keepdim else found
 
 

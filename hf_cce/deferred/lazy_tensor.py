@@ -44,8 +44,8 @@ MODIFIED = (
     "weight of the LM head, its logits, or the labels"
 )
 BYPASSED = (
-    "a hook on these probabilities would not run, because their product with logits was computed from the logits directly; "
-    "register it before the product, or use outputs.logits.materialize()"
+    "these probabilities get no gradient from their product with logits, which was computed from the logits directly; register "
+    "hooks before the product, or use outputs.logits.materialize()"
 )
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # these follow the graph and read no values
 _GRADIENT_METHODS = {"grad", "retain_grad", "register_hook"}
@@ -97,9 +97,12 @@ class LazyTensor:
         first = args[0] if len(args) > 0 else None
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
         changes_grad = name in ("__set__", "__delete__") and _property_name(func) == "grad"
-        if name in ("register_hook", "retain_grad") and isinstance(first, LazyTensor) and first.is_bypassed:
-            raise RuntimeError(BYPASSED)
         if func in _AUTOGRAD or name in _GRADIENT_METHODS or changes_grad:
+            positional = args[:1] if name in ("register_hook", "retain_grad") else args[1:2] if name == "grad" else ()
+            if any(
+                isinstance(x, LazyTensor) and x.is_bypassed for x in tree_leaves((positional, kwargs.get("inputs")))
+            ):
+                raise RuntimeError(BYPASSED)
             args, kwargs = tree_map_only(LazyTensor, lambda x: x._gradient_owner(), (args, kwargs))
             return call_as_tensors(func, args, kwargs)
         if is_wrapper and _is_metadata_query(func):
@@ -453,7 +456,7 @@ class LazyGrad(Tensor):
             both = first.plus(args[1]) if lazy else args[1].plus(first)
             if func is _ATEN.add.Tensor:
                 return both
-            first.losses, first.dense = both.losses, both.dense
+            first.meta, first.losses, first.dense = both.meta, both.losses, both.dense
             return first
         name = func._schema.name.partition("::")[2]
         # In a hook during torch.autograd.grad(loss, outputs.logits), which turns off ``__torch_function__``

@@ -72,7 +72,7 @@ class LazyLogits(LazyTensor):
     HANDLERS = HANDLERS
     recipe: Recipe
     shared_storage: SharedStorage
-    last_logsumexp: tuple[Tensor, int | None, Any] | None = None  # [...], its version and its ``grad_fn``
+    last_logsumexp: tuple[Tensor, int | None, Any] | None = None  # [...], its version and the token of its ``grad_fn``
     has_results = False  # something was computed from these logits, which a later change in place must not affect
 
     # Defined by both subclasses
@@ -224,10 +224,10 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         if requires_grad and (self._differentiable_values is None or self._version_of_values != self._own_version()):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
-                self._differentiable_values, self._version_of_values = (
-                    Materialized.apply(self, values),
-                    self._own_version(),
-                )
+                made = Materialized.apply(self, values)
+            if self._is_a_leaf():
+                return made
+            self._differentiable_values, self._version_of_values = made, self._own_version()
             self._is_written = False
         return values if self._differentiable_values is None else self._differentiable_values
 
@@ -248,6 +248,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""
         if values.requires_grad:
             WrittenLogits.apply(self, values)  # in no_grad, this only counts the write
+        if values.requires_grad and not self._is_a_leaf():
             self._differentiable_values, self._version_of_values = values, self._own_version()
             self._is_written = self._is_written or torch.is_grad_enabled()
         return self
@@ -257,6 +258,10 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             self._check_views()
         written = self._is_written and self._version_of_values == self._own_version()
         return self._differentiable_values if written else self
+
+    def _is_a_leaf(self) -> bool:
+        """Return True for a leaf, which must not hold values whose graph leads to it: a reference cycle that is never freed."""
+        return call_as_tensors(Tensor.is_leaf.__get__, (self,))  # type: ignore[attr-defined]
 
     def _own_version(self) -> int:
         """Return the version of this tensor, which only changes if an autograd function marks it as dirty."""

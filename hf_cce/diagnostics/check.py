@@ -31,6 +31,7 @@ def load(target: str, tiny: bool, device: torch.device) -> tuple[Any, bool]:
 
     ``tiny``: build a small model of the same class with random weights, as for a model type or a known shape.
     """
+    target = str(Path(target).parent) if Path(target).is_file() else target  # a config.json
     config = config_named(target)
     auto = auto_class(target, config)
     if tiny or is_model_type(target) or target.lower() in SHAPES:

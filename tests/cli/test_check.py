@@ -17,20 +17,21 @@ run = partial(hf_cce, "check")
 
 
 @pytest.mark.parametrize(
-    "model", ["a folder", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
+    "model", ["a folder", "a config.json", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
 )
 def test_check_of_model_type_or_folder(model: str, tmp_path: Path) -> None:
     saved = tiny_llama()
     saved.save_pretrained(tmp_path)
-    done = run(str(tmp_path) if model == "a folder" else model, "--json", str(tmp_path / "found.json"))
+    own = {"a folder": str(tmp_path), "a config.json": str(tmp_path / "config.json")}
+    done = run(own.get(model, model), "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done
     assert "Loss and gradients are the same with and without hf_cce, and no full logits are materialized" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert found["same"] and found["saves"] and found["stats"]["fused"] == 1
     assert found["differences"][0]["name"] == "loss" and len(found["differences"]) > 10
     assert all(row["ok"] for row in found["differences"])
-    assert (f"its own weights, {saved.num_parameters():,} parameters" in done.stdout) == (model == "a folder")
-    assert model != "a folder" or "model.layers.0.mlp.up_proj" in {row["name"] for row in found["differences"]}
+    assert (f"its own weights, {saved.num_parameters():,} parameters" in done.stdout) == (model in own)
+    assert model not in own or "model.layers.0.mlp.up_proj" in {row["name"] for row in found["differences"]}
 
 
 def test_code_of_a_model_is_not_run(tmp_path: Path) -> None:

@@ -571,6 +571,15 @@ def test_divergence_of_few_tokens_on_a_gpu_uses_torch_operators(monkeypatch: pyt
     assert torch.equal(ours, theirs) and all(map(torch.equal, grads, expected)) and call.stats.materialized == 0
 
 
+def test_part_of_the_vocabulary_of_a_freed_head_needs_full_logits() -> None:
+    """FSDP2 frees the head's weight after its forward. The call gathers a weight, but could not gather a part of it."""
+    hidden_states, weight, bias = make_inputs()
+    logits = lazy_logits(hidden_states, weight, bias)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="FSDP has freed the LM head's weight"):
+        logits[..., :5]
+
+
 def test_target_of_a_divergence_must_not_change_before_the_sum() -> None:
     target = TEACHER.softmax(-1)
     terms: Any = F.kl_div(lazy_logits(*make_inputs()).log_softmax(-1), target, reduction="none")

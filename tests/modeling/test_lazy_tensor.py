@@ -260,6 +260,15 @@ def gradient_at(change: Callable[[Tensor], Tensor]) -> Loss:
     return loss_of
 
 
+def accumulated_gradient(outputs: Any) -> Tensor:
+    """Add a gradient that a straight-through function passes on to a dense one, in place."""
+    leaf = outputs.logits.detach().requires_grad_()
+    leaf.sigmoid().sum().backward()
+    halve_and_pass_on(leaf).logsumexp(-1).square().sum().backward()
+    outputs.logits.backward(leaf.grad, retain_graph=True)
+    return outputs.loss
+
+
 def less_logsumexp(change_logits: Prepared, change_lse: Prepared) -> Loss:
     def loss_of(outputs: Any) -> Tensor:
         lse = outputs.logits.logsumexp(-1, keepdim=True)
@@ -330,6 +339,7 @@ LOGITS_USES: dict[str, tuple[Prepared, Loss, bool]] = {
     ),
     "gradient of a loss at a copy": (unchanged, gradient_at(torch.clone), False),
     "gradient of a loss at other logits": (unchanged, gradient_at(lambda z: 2 * z), True),
+    "accumulated gradient of a leaf": (unchanged, accumulated_gradient, True),
     "less a logsumexp whose gradient is reversed": (unchanged, less_logsumexp(unchanged, reverse), True),
     "leaf less the logsumexp of the logits": (
         unchanged, less_logsumexp(lambda z: z.detach().requires_grad_(), unchanged), True,
@@ -711,6 +721,23 @@ def test_gradient_kept_by_logits_without_a_graph_is_no_reference_cycle() -> None
         gc.enable()
 
 
+def write_to(leaf: Tensor) -> None:
+    with torch.no_grad():
+        leaf.mul_(0.5)
+    leaf.square().mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use", [lambda z: z - z.logsumexp(-1, keepdim=True), lambda z: z.sigmoid().sum(), write_to])
+def test_a_leaf_of_logits_is_no_reference_cycle(use: Callable[[Tensor], Any]) -> None:
+    leaf = apply_cce(tiny_llama())(**batch()).logits.detach().requires_grad_()
+    use(leaf)
+    kept = weakref.ref(leaf)
+    del leaf
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_gradient_is_added_to_a_dense_one() -> None:
     """Autograd adds in place, as after zero_grad(set_to_none=False)."""
@@ -864,9 +891,9 @@ def test_hook_on_probabilities_whose_product_is_known_raises() -> None:
     logits = apply_cce(tiny_llama())(**batch()).logits
     p = logits.softmax(-1)
     assert (p * logits.log_softmax(-1)).sum(-1).requires_grad
-    for register in (p.retain_grad, lambda: p.register_hook(print)):
-        with pytest.raises(RuntimeError, match="register it before the product"):
-            register()
+    for ask in (p.retain_grad, lambda: p.register_hook(print), lambda: torch.autograd.grad(logits.sum(), [p])):
+        with pytest.raises(RuntimeError, match="register hooks before the product"):
+            ask()
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
