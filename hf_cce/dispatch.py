@@ -349,9 +349,8 @@ def dispatch_divergence(p: Problem, spec: LossSpec, kernels: bool, teacher: str,
     # Bytes of float32 sums beside the buffers of the gradients
     sums = _head_gradient_bytes(p, spec) + 4 * p.tokens * p.hidden_size if narrow else 0
     if tiles:  # blocks compute the logits twice, unless all upstream gradients are equal
-        most = (
-            SMALL_LOGITS if one_pass and teacher == "head" else LARGE_LOGITS
-        )  # the teacher's logits, if given, take as much
+        # The teacher's logits, if given, take as much.
+        most = SMALL_LOGITS if one_pass and teacher == "head" else LARGE_LOGITS
         if any(spec.needs) and kept <= most:
             return keep._replace(memory_budget=max(workspace, 512 << 20))
         of_both = 2 * p.dtype.itemsize * p.vocab_size  # the logits of a token, of student and teacher

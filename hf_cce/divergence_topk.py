@@ -97,7 +97,7 @@ def _with_tail(log_p: Tensor) -> Tensor:
 
 @dataclass
 class TopKRows(DivergenceRows):
-    """The same from a top-k teacher."""
+    """The divergences of the rows from a top-k teacher."""
 
     support: Support | None = None
 

@@ -179,9 +179,10 @@ def _index(x: Any, key: Any) -> Any:
         copies = any(isinstance(each, Tensor) for each in tokens)
         tokens = tuple(each.clone() if isinstance(each, Tensor) else each for each in tokens)  # it may change later
         return _apply_to_token_dims(x, lambda z: z[tokens], copies)
-    whole = x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z"
-    if whole or (not torch.compiler.is_compiling() and is_freed(x.recipe.weight)):
-        return NotImplemented  # masked ids, shards, a softmax and FSDP, which gathers parameters, refer to all of V
+    if x.recipe.mask_ops() or is_dtensor(x.recipe.weight) or x.recipe.meaning.kind != "z":
+        return NotImplemented  # masked ids, shards and a softmax refer to all of V
+    if not torch.compiler.is_compiling() and is_freed(x.recipe.weight):
+        return NotImplemented  # FSDP2 can gather the weight again, but not a part of it
     return x._derive(
         lambda z: z[key],
         lambda r: r.with_operands(r.hidden_states[tokens], r.weight[part], None if r.bias is None else r.bias[part]),
@@ -346,10 +347,12 @@ def _subtract(x: Any, other: Any) -> Any:
 
 
 def _comes_from(node: Any, token: Any) -> bool:
-    """Return True if the graph node ``node`` is that of the logsumexp with ``token``, or of a view of it; None: no gradient."""
+    """Return True if the ``grad_fn`` ``node`` is that of the logsumexp with ``token``, or of a view of it; None: no gradient."""
     while type(node).__name__ in ("UnsqueezeBackward0", "ViewBackward0", "AliasBackward0"):
         node = node.next_functions[0][0]
-    return node is token if node is None or token is None else node.metadata.get(_LOGSUMEXP) is token
+    if node is None or token is None:
+        return node is token
+    return node.metadata.get(_LOGSUMEXP) is token
 
 
 @implements("eq", "__eq__")

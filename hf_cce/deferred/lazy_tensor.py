@@ -98,10 +98,7 @@ class LazyTensor:
         is_wrapper = isinstance(first, LazyTensor) and isinstance(first, Tensor) and not first._is_stale
         changes_grad = name in ("__set__", "__delete__") and _property_name(func) == "grad"
         if func in _AUTOGRAD or name in _GRADIENT_METHODS or changes_grad:
-            positional = args[:1] if name in ("register_hook", "retain_grad") else args[1:2] if name == "grad" else ()
-            if any(
-                isinstance(x, LazyTensor) and x.is_bypassed for x in tree_leaves((positional, kwargs.get("inputs")))
-            ):
+            if any(isinstance(x, LazyTensor) and x.is_bypassed for x in _with_wanted_gradient(name, args, kwargs)):
                 raise RuntimeError(BYPASSED)
             args, kwargs = tree_map_only(LazyTensor, lambda x: x._gradient_owner(), (args, kwargs))
             return call_as_tensors(func, args, kwargs)
@@ -119,6 +116,13 @@ class LazyTensor:
                 return func(*materialize_all(args, name), **materialize_all(kwargs, name))
             result = _call_on_values(func, name, args, kwargs)
         return result
+
+
+def _with_wanted_gradient(name: str, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors whose gradient the function ``name`` of autograd returns, keeps or gives to a hook."""
+    if name in ("register_hook", "retain_grad"):
+        return [args[0]]
+    return tree_leaves((args[1:2] if name == "grad" else (), kwargs.get("inputs")))
 
 
 @functools.cache
@@ -383,7 +387,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class TensorMeta(NamedTuple):
-    """Lazy logits, their copies and a ``LazyGrad`` with respect to them share one object."""
+    """Lazy logits, their copies and a ``LazyGrad`` with respect to them share one object, see ``dense_if_foreign``."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -423,7 +427,7 @@ class LazyGrad(Tensor):
     def plus(self, other: Tensor) -> LazyGrad:
         meta = other.meta if isinstance(other, LazyGrad) and not self.losses else self.meta
         with enable_reentrant_dispatch():  # autograd's engine calls this from C++
-            losses, dense = _split(at(meta, other))
+            losses, dense = _split(dense_if_foreign(other, meta))
         both = dense if self.dense is None else self.dense if dense is None else self.dense + dense
         return LazyGrad.create(meta, self.losses + losses, both, self.call)
 
@@ -465,7 +469,7 @@ class LazyGrad(Tensor):
         return func(*args, **kwargs)
 
 
-def at(meta: TensorMeta, grad: Tensor) -> Tensor:
+def dense_if_foreign(grad: Tensor, meta: TensorMeta) -> Tensor:
     """Return ``grad``, but dense if it was computed with respect to other logits than those with ``meta``.
 
     An autograd function whose backward is not the derivative of its forward, such as a straight-through estimator, or code that
@@ -506,7 +510,7 @@ class HeadOutput(torch.autograd.Function):
         operands, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         ctx.call.last_pass = ctx.call.gathered = None
         ctx.call.shared_passes.clear()
-        losses, dense = _split_and_join(at(ctx.meta, grad))
+        losses, dense = _split_and_join(dense_if_foreign(grad, ctx.meta))
         grads: list[Tensor | None] = [None] * len(operands)
         if dense is not None:
             grads = _head_gradients(dense, operands, needed, ctx.cast)
@@ -556,7 +560,7 @@ class RecordedOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         meta, create_graph = ctx.source_meta, torch.is_grad_enabled()
-        recipe, op, grad = ctx.recipe, ctx.op, at(ctx.meta, grad)
+        recipe, op, grad = ctx.recipe, ctx.op, dense_if_foreign(grad, ctx.meta)
         storage: Any = None if recipe is None else ctx.storage()
         source, *operands = (None,) if recipe is None else ctx.saved_tensors
         if not create_graph:

@@ -225,7 +225,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
             # Differentiable even under no_grad, like logits that the head had computed during the call
             with torch.inference_mode(False), torch.enable_grad():
                 made = Materialized.apply(self, values)
-            if self._is_a_leaf():
+            if self._is_leaf():
                 return made
             self._differentiable_values, self._version_of_values = made, self._own_version()
             self._is_written = False
@@ -248,7 +248,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         """Take over the gradient of ``values``, for autograd functions that get this tensor; return it, as torch does."""
         if values.requires_grad:
             WrittenLogits.apply(self, values)  # in no_grad, this only counts the write
-        if values.requires_grad and not self._is_a_leaf():
+        if values.requires_grad and not self._is_leaf():
             self._differentiable_values, self._version_of_values = values, self._own_version()
             self._is_written = self._is_written or torch.is_grad_enabled()
         return self
@@ -259,7 +259,7 @@ class LazyLogitsTensor(LazyLogits, Tensor):
         written = self._is_written and self._version_of_values == self._own_version()
         return self._differentiable_values if written else self
 
-    def _is_a_leaf(self) -> bool:
+    def _is_leaf(self) -> bool:
         """Return True for a leaf, which must not hold values whose graph leads to it: a reference cycle that is never freed."""
         return call_as_tensors(Tensor.is_leaf.__get__, (self,))  # type: ignore[attr-defined]
 

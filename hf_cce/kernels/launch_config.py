@@ -140,7 +140,12 @@ def _capability(device: torch.device | None) -> tuple[int, int]:
 
 def num_sms(x: Tensor) -> int:
     """Return the number of streaming multiprocessors of the GPU of ``x``, or of the current GPU for meta tensors."""
-    return torch.cuda.get_device_properties(None if x.is_meta else x.device).multi_processor_count
+    return _num_sms(None if x.is_meta else x.device)
+
+
+@cache  # looked up at every launch
+def _num_sms(device: torch.device | None) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tma_ready(x: Tensor) -> bool:

@@ -111,9 +111,8 @@ def count_strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             result = function(*args)
             if result is None:  # does not fit the budget
                 return None
-            if not any(
-                x.is_meta for x in tree_leaves((args, result)) if isinstance(x, Tensor)
-            ):  # exclude warm-up calls
+            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
+            if not any(x.is_meta for x in tensors):  # exclude warm-up calls
                 counts[name or _COUNTER_OF_SAVED[type(result[1]).__name__]] += 1
             return result
 
