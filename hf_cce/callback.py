@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from hf_cce.api import apply_cce, causal_lm
 from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import Stats, warn
-from hf_cce.patches import distillation
+from hf_cce.patches import distillation, trl
 from hf_cce.patches.causal_lm import Patch, patch_of
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class CCECallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         distillation.current.set(None)  # the last training may have ended with an exception
         patch = self._apply(kwargs["model"])
+        compiled = getattr(args, "torch_compile", False)  # then TRL's own head computes the model's log-probabilities
+        trl.set_reference(None if patch is None or compiled else patch.config)
         if patch is None:  # disabled
             return
         self._run = _Run(patch.stats, replace(patch.stats))
@@ -139,6 +141,7 @@ class CCECallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run = None
+        trl.set_reference(None)
 
     def _report(self, run: _Run, args: Any, state: Any, model: Any) -> None:
         """Warn or raise because the step that just ended had no fused loss."""

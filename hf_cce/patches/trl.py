@@ -9,6 +9,10 @@ How: ``apply`` is replaced. It handles the calls of patched models in this threa
 Calls without gradients (evaluation, the old policy) are handled too: their log-probabilities must equal those of the training
 call bit for bit, or the ratio of policies is not one. Under DeepSpeed ZeRO-3, TRL gathers the head only for this call. A frozen
 head, as under LoRA, is kept until the backward pass. A trainable one uses TRL's function, which computes its gradient at once.
+
+The reference model of DPO, KTO, GRPO and RLOO is another model, which is not patched. ``CCECallback`` calls ``set_reference``
+during training, so that this model uses the same kernels: with equal weights, its log-probabilities must equal those of the
+policy bit for bit, or their divergence is not zero.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hf_cce.config import CCEConfig
 from hf_cce.deferred.training_call import TrainingCall
 from hf_cce.head_checks import find_head, is_gathered, why_not_read
 from hf_cce.loss import linear_log_probs
@@ -35,6 +41,7 @@ ARGUMENTS = (
 SFT_OUTPUTS = {"entropy", "is_top1"}
 Handler = Callable[[Any, dict[str, Any]], Any]
 _current: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_call", default=None)
+_reference: ContextVar[TrainingCall | None] = ContextVar("hf_cce_trl_reference", default=None)
 
 
 def intercept(function: Any, arguments: tuple[str, ...], current: ContextVar[Any], handler: Handler) -> bool:
@@ -61,18 +68,28 @@ def intercept(function: Any, arguments: tuple[str, ...], current: ContextVar[Any
 
 def begin_call(call: TrainingCall) -> bool:
     """Handle TRL's calls in this thread for ``call`` from now on; return False if this TRL is not supported."""
-    utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
-    known = intercept(getattr(utils, NAME, None), ARGUMENTS, _current, _handle_call)
+    known = _install()
     if known:
         _current.set(call)
     return known
 
 
+def _install() -> bool:
+    utils = sys.modules.get("trl.trainer.utils")  # imported by any code that calls with fused_lm_head=True
+    return intercept(getattr(utils, NAME, None), ARGUMENTS, _current, _handle_call)
+
+
 def end_call() -> TrainingCall | None:
     """End the current call of this thread and return it, or None if there is none."""
     call = _current.get()
-    _current.set(None)
+    _current.set(_reference.get())
     return call
+
+
+def set_reference(config: CCEConfig | None) -> None:
+    """Handle calls without gradients of other models in this thread with ``config`` from now on; None: no longer."""
+    _reference.set(TrainingCall(config) if config is not None and _install() else None)
+    end_call()
 
 
 def why_not_in_backward(*parameters: Any) -> str | None:
@@ -100,6 +117,8 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
     hidden, bias, temperature, outputs = (arguments[name] for name in ("hidden", "bias", "temperature", "outputs"))
     softcap = arguments["final_logit_softcapping"]
     if _is_of_another_model(arguments["weight"], call):
+        return NotImplemented
+    if call is _reference.get() and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return NotImplemented
     weight, bias = _detach_gathered(arguments["weight"]), None if bias is None else _detach_gathered(bias)
     if weight.is_meta:  # TRL has moved the hidden states to meta as well, so their values are lost
