@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights  # some initializers read the values of the weights
+from transformers.pytorch_utils import Conv1D  # the linear layer of GPT-2
 
 from hf_cce import CCEConfig
 from hf_cce.diagnostics.machine import GIB, first_line
@@ -185,10 +186,11 @@ def _build_model(name: str, config: Any, dtype: torch.dtype) -> Any:
 def _add_adapters(lm: Any, head: Any, rank: int) -> list[Tensor]:
     """Freeze ``lm`` and add adapters to all its linear layers but the head; return the weights of these layers."""
     lm.requires_grad_(False)
-    adapted = [x for x in lm.modules() if isinstance(x, torch.nn.Linear) and x is not head]
+    adapted = [x for x in lm.modules() if isinstance(x, (torch.nn.Linear, Conv1D)) and x is not head]
     for layer in adapted:
-        layer.down = torch.nn.Linear(layer.in_features, rank, bias=False, dtype=torch.float32)
-        layer.up = torch.nn.Linear(rank, layer.out_features, bias=False, dtype=torch.float32)
+        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        layer.down = torch.nn.Linear(inputs, rank, bias=False, dtype=torch.float32)
+        layer.up = torch.nn.Linear(rank, outputs, bias=False, dtype=torch.float32)
         layer.register_forward_hook(_adapt)
     return [layer.weight for layer in adapted]
 

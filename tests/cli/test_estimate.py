@@ -15,7 +15,7 @@ import torch
 from command import hf_cce
 from peak_memory import PeakMemory
 from tiny_config import tiny_config
-from transformers import LlamaForCausalLM, MambaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MambaConfig
 
 from hf_cce.config import MIB
 from hf_cce.diagnostics import estimate as diagnostics
@@ -133,6 +133,17 @@ def test_lora_estimate_matches_live_tensors() -> None:
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
     assert found.model.gradients == trained == found.optimizer // 2 and not found.model.trains_head
     assert_peak(found, "full", model, 4096)
+
+
+def test_lora_counts_the_linear_layers_of_gpt2() -> None:
+    peft = pytest.importorskip("peft")
+    config = GPT2Config(vocab_size=4096, n_embd=64, n_layer=2, n_head=4)
+    model = peft.get_peft_model(
+        GPT2LMHeadModel(config), peft.LoraConfig(r=8, target_modules="all-linear", fan_in_fan_out=True)
+    )
+    lora, qlora = (diagnostics.estimate("gpt2", 1, 64, config=config, lora=LoRA(8, packed)) for packed in (False, True))
+    assert lora.model.gradients == sum(p.numel() * 4 for p in model.parameters() if p.requires_grad) > 0
+    assert qlora.model.weights < lora.model.weights
 
 
 @pytest.mark.slow
