@@ -107,14 +107,14 @@ def config(implementation: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "tokens_per_block", lambda *_: 8)
     if "partial" in implementation:  # the weight's gradient is not summed over blocks as a whole
         monkeypatch.setattr(divergence_rows, "MIN_TOKENS", 10**9)
-    monkeypatch.setattr(kernel_rows, "BLOCK", 8)  # of which a kernel takes four
+    monkeypatch.setattr(kernel_rows, "BLOCK", 16)  # of which a kernel takes four
     monkeypatch.setattr(divergence_kernels, "SAMPLE", 16)
     if triton:
         monkeypatch.setattr(divergence_rows, "divergence_and_neg_grad", None)
         monkeypatch.setattr(divergence_topk, "divergence_on_support", None)
     # and several chunks in each, or slabs of the vocabulary
     chunks = divergence_rows.chunks
-    monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, room: chunks(n, row_bytes, 7 * row_bytes))
+    monkeypatch.setattr(divergence_rows, "chunks", lambda n, row_bytes, _: chunks(n, 1, 7 if n < 64 else 29))
     # cuBLAS may round partial sums of small products to 16 bits, for rows of our layout others than for PyTorch's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     yield CCEConfig("triton" if triton else "portable")
