@@ -126,7 +126,7 @@ def _reshape(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
     if result.dtype != x.dtype or result.shape[-1:] != x.shape[-1:]:
         return NotImplemented
     if result.shape == x.shape:  # autograd functions that return an argument call view_as
-        return _alias(x)
+        return x if name == "flatten" else _alias(x)  # the same tensor, as in torch
     tokens = result.shape[:-1]
     return _apply_to_token_dims(x, lambda z: z.reshape(*tokens, z.shape[-1]))
 

@@ -908,6 +908,13 @@ def test_reading_view_after_write_raises(write: Callable[[Any], Any]) -> None:
     assert torch.equal(copied.materialize(), F.linear(hidden_states, weight))
 
 
+def test_flatten_without_effect_returns_the_same_logits() -> None:
+    """As in torch, so hooks and writes concern both; ``view`` returns another tensor."""
+    logits = lazy_logits(*make_inputs())
+    assert logits.flatten(1, 1) is torch.flatten(logits, -1) is logits
+    assert logits.view(logits.shape) is not logits
+
+
 def test_index_may_be_modified_before_the_backward_pass() -> None:
     """Torch raises then, as it has not copied the index."""
 
