@@ -90,6 +90,7 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 for _name, _dtype in _CASTS.items():
     HANDLERS[_name] = functools.partial(_cast, target=_dtype)
 HANDLERS["type_as"] = lambda x, other: _to(x, dtype=other.dtype, device=other.device)
+HANDLERS["type"] = lambda x, dtype=None: _to(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 HANDLERS["detach"] = HANDLERS["data"] = lambda x: x._detached()
 HANDLERS["clone"] = lambda x: x._derive(torch.clone, lambda r: r.with_ops())
 

@@ -152,6 +152,7 @@ FUSED_LOSSES: dict[str, Callable[[Any], Any]] = {
     "squeezed": lambda x: flat_loss(x.unsqueeze(1)[:, :, 1:].squeeze(1)),
     "shape as a tuple": lambda x: F.cross_entropy(x.reshape((-1, V)), labels()),
     "type_as": lambda x: flat_loss(x.type_as(torch.zeros(1))),
+    "type": lambda x: flat_loss(x.type(torch.float32)),
     "to device": lambda x: flat_loss(x.to("cpu").to(device="cpu", dtype=torch.float32, non_blocking=True)),
     "added bias": lambda x: flat_loss(x + torch.linspace(-1, 1, V)[None]),
     "masked entries": mask_entries(UNUSED_IDS),
