@@ -63,6 +63,7 @@ def test_every_case_and_quantity_is_compared(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         pytest.skip("the kernels are not interpreted here")

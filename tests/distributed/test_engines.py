@@ -285,7 +285,9 @@ def test_adapter_added_after_a_compiled_call(trained: dict[str, Any]) -> None:
     assert module_state(patched) == module_state(plain)
 
 
-@pytest.mark.parametrize("way", ["wrapper", "in place", "around"])
+@pytest.mark.parametrize(
+    "way", ["wrapper", *(pytest.param(way, marks=pytest.mark.slow) for way in ("in place", "around"))]
+)
 def test_patching_compiled_model_drops_its_graphs(way: str) -> None:
     model = tiny_llama()
     compiled = torch.compile(lambda **inputs: model(**inputs), fullgraph=True, backend="eager")
@@ -393,6 +395,7 @@ def test_accelerate_wraps_and_unwraps() -> None:
         assert stats(unwrapped).fused == before + 1
 
 
+@pytest.mark.slow
 def test_accelerate_device_hooks_after_a_compiled_call() -> None:
     """The hooks call the forward that the graph gave to the head."""
     hooks = pytest.importorskip("accelerate.hooks")

@@ -9,7 +9,10 @@ import torch
 from processes import assert_within_budget, run_on_ranks
 from zero import CASES
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -21,7 +24,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sequence_parallelism(stage: int, tmp_path: Path) -> None:
     """Ulysses: each rank has half of the sequence, with labels shifted before the split."""

@@ -102,6 +102,7 @@ def test_peer_losses_agree(peer: str) -> None:
     assert abs(found - wanted) <= budget(0.0, torch.float32) * wanted
 
 
+@pytest.mark.slow
 def test_steps_in_subprocess(text_file: str, tmp_path: Path) -> None:
     report = run(steps, tmp_path / "a.json", *small(text_file, "--losses", "hf_cce"))
     row = report["results"]["hf_cce"]
@@ -120,6 +121,7 @@ def test_steps_reuse_trained_weights(text_file: str, tmp_path: Path) -> None:
     assert steps.main(small(text_file, *state, "--pretrain-steps", "2")) == 1  # refuses to reuse other weights
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("loop", ["trainer", "sft"])
 def test_steps_in_trainers_match_plain_loop(loop: str, text_file: str, tmp_path: Path) -> None:
@@ -135,6 +137,7 @@ def test_steps_in_trainers_match_plain_loop(loop: str, text_file: str, tmp_path:
     assert any("**hf_cce** by `CCECallback`" in line for line in tables.step_rows([found[loop]]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     "more", [["--recipe=--use_peft --dtype float32"], ["--images", "28"]], ids=["LoRA", "pictures"]
@@ -188,6 +191,7 @@ def test_alternate(loop: str, text_file: str, tmp_path: Path) -> None:
     assert tables.round_rows(report)[2].startswith("| **hf_cce** |")
 
 
+@pytest.mark.slow
 def test_curves_are_resumed(text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     texts = ["--dataset", text_file, "--second-dataset", text_file, "--plot", str(tmp_path / "curves.png")]

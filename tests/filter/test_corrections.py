@@ -135,8 +135,9 @@ def gradients(
     return [relative_error(x, y) for x, y in zip(found, exact, strict=True)], state.stats()
 
 
+@pytest.mark.slow
 @in_the_interpreter
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_corrections_reduce_the_error(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     (uniform, uniform_weight), uniform_stats = gradients(0.01, False, scale, monkeypatch)
     (corrected, corrected_weight), stats = gradients(0.01, True, scale, monkeypatch)

@@ -50,7 +50,10 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, state: FilterState |
 
 @pytest.mark.parametrize(
     ("dtype", "gradient_filter"),
-    [(torch.float32, 0.05), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.slow), (torch.bfloat16, "auto")],
+    [
+        *(pytest.param(x, 0.05, marks=pytest.mark.slow) for x in (torch.float32, torch.bfloat16)),
+        (torch.bfloat16, "auto"),
+    ],
     ids=["float32", "bfloat16", "auto"],
 )
 def test_every_step_equals_eager_code(dtype: torch.dtype, gradient_filter: Any, filtered: Any) -> None:

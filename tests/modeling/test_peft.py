@@ -477,6 +477,7 @@ def test_replaced_forward(tuner: str, replaced: str) -> None:
     assert_fused(model, calls=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["model", "tuner"])
 def test_compiled(tuner: str, what: str) -> None:
     """Compile the whole model, or only the tuner, whose ``__call__`` and our hooks stay outside the graph."""

@@ -53,6 +53,44 @@ def _speed_up() -> None:
         return scope()
 
     interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = _remember(interpreter._get_np_dtype)
+    _remember_types(tl.core)
     if not options.debug:
         # After each int32 sum and product, the interpreter looks for an overflow in int64; without `debug` it asserts nothing.
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def _remember(function: Any) -> Any:
+    """Return ``function`` of a type, computed once for each name of a type: not all types can be keys."""
+    found: dict[str, Any] = {}
+
+    def remembering(type_: Any) -> Any:
+        name = str(type_)
+        if name not in found:
+            found[name] = function(type_)
+        return found[name]
+
+    return remembering
+
+
+def _remember_types(core: Any) -> None:
+    """Let tensors, and their types, of one shape share what is derived from the shape."""
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *map(int, shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.shape if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = {name: getattr(self, name) for name in ("shape", "numel")}
+        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor

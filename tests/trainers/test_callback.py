@@ -188,7 +188,7 @@ class CustomLossTrainer(Trainer):
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 
 
-@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [{}, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

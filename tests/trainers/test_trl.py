@@ -393,7 +393,7 @@ def test_trl_functions_on_deferred_logits(how: str) -> None:
     assert bool(call.stats.materialized) == (how == "negative")
 
 
-@pytest.mark.parametrize("name", ["sft", "orpo"])
+@pytest.mark.parametrize("name", [pytest.param("sft", marks=pytest.mark.slow), "orpo"])
 def test_torch_compile_is_named_as_cause(name: str, tmp_path: Path) -> None:
     trainer = {"sft": sft, **PREFERENCE}[name](
         tmp_path, tiny_llama(), [CCECallback()], torch_compile=True, torch_compile_backend="eager", max_steps=1
