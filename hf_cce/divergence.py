@@ -53,8 +53,8 @@ class TeacherTopK(NamedTuple):
         ids: [..., k], all different within a position.
         log_probs: [..., k], at the temperature of the call. Entries of minus infinity are padding: they are left out, whatever
             their ids are. A position with padding only has a divergence of 0.
-        tail: ``"lump"`` treats all other tokens as one more event; ``"renormalize"`` divides both distributions by their sums
-            over the k tokens.
+        tail: ``"lump"`` treats all other tokens as one more event, whose probability is 1 minus the sum of the k others and at
+            least the machine epsilon; ``"renormalize"`` divides both distributions by their sums over the k tokens.
     """
 
     ids: Tensor

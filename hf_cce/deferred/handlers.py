@@ -145,7 +145,7 @@ def _apply_to_token_dims(x: Any, op: Callable[[Tensor], Tensor], copies: bool = 
     return x._derive(op, change)
 
 
-@implements("transpose", "swapaxes", "swapdims", "permute")
+@implements("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute")
 def _class_first(x: Any, *dims: Any) -> Any:
     """Transpose [B, S, V] to [B, V, S]."""
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -153,6 +153,9 @@ def _class_first(x: Any, *dims: Any) -> Any:
     if x.ndim != 3 or (found != [0, 2, 1] and sorted(found) != [1, 2]) or torch.compiler.is_compiling():
         return NotImplemented
     return x._derive(lambda z: z.transpose(1, 2), lambda r: r.replace(class_first=True))
+
+
+HANDLERS["mT"] = lambda x: _class_first(x, -2, -1)
 
 
 @implements("__getitem__")
@@ -190,9 +193,18 @@ def _index(x: Any, key: Any) -> Any:
     )
 
 
-@implements("index_select")
-def _index_select(x: Any, dim: Any, index: Tensor) -> Any:
+@implements("index_select", "select")
+def _index_select(x: Any, dim: int, index: Any) -> Any:
     return _index(x, (*[slice(None)] * (dim % x.ndim), index, ...))
+
+
+@implements("narrow")
+def _narrow(x: Any, dim: int, start: int, length: int) -> Any:
+    size = x.shape[dim]
+    first = start + size if start < 0 else start
+    if not 0 <= first <= first + length <= size:
+        return NotImplemented  # torch raises
+    return _index_select(x, dim, slice(first, first + length))
 
 
 def _from_start(ids: Tensor, size: int) -> Tensor:
