@@ -17,7 +17,15 @@ run = partial(hf_cce, "check")
 
 
 @pytest.mark.parametrize(
-    "model", ["a folder", "a config.json", pytest.param("gemma2", marks=pytest.mark.slow), "phi", "mixtral", "mamba"]
+    "model",
+    [
+        "a folder",
+        "a config.json",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        "phi",
+        "mixtral",
+        pytest.param("mamba", marks=pytest.mark.slow),
+    ],
 )
 def test_check_of_model_type_or_folder(model: str, tmp_path: Path) -> None:
     saved = tiny_llama()

@@ -445,7 +445,7 @@ def test_transform_after_the_call(loss: Callable[[Any], Tensor]) -> None:
     check_equal(unchanged, lambda outputs: loss(getattr(outputs.logits, "materialize", lambda: outputs.logits)()))
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_hook_that_writes_to_logits(view: bool) -> None:
     """A write to transposed logits materializes them. A write to a part of lazy logits would go unnoticed, so it is refused."""
 

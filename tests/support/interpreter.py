@@ -77,7 +77,7 @@ def _remember_types(core: Any) -> None:
     """Let tensors, and their types, of one shape share what is derived from the shape."""
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     types: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, dict[str, Any]] = {}
+    shapes: dict[str, dict[str, Any]] = {}  # by the names of types
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = (str(element_ty), *map(int, shape))
@@ -87,10 +87,9 @@ def _remember_types(core: Any) -> None:
         vars(self).update(types[key], element_ty=element_ty)
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        key = type.shape if type.is_block() else ()
-        if key not in shapes:
+        if type.name not in shapes:
             make_tensor(self, handle, type)
-            shapes[key] = {name: getattr(self, name) for name in ("shape", "numel")}
-        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+            shapes[type.name] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
