@@ -128,7 +128,7 @@ def _handle_call(call: TrainingCall, arguments: dict[str, Any]) -> Any:
         )
     reason = why_not_read(weight, bias) or why_not_in_backward(weight, bias)
     if reason is not None:
-        call.reasons.append(reason)
+        call.reasons = [reason]  # not one for each step of training: the reference model has one call
         return NotImplemented
     # The loss with scale / T and softcap / T uses softcap · tanh(scale · z / softcap) / T.
     result = linear_log_probs(
