@@ -180,14 +180,14 @@ def _stats_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 logit_stats.register_autograd(_stats_gradients, setup_context=_save_stats)
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> Any:
+def refuse_second_derivative(*_: Any) -> Any:
     raise RuntimeError(
         "the fused loss has no second derivative; remove create_graph=True, or compute the loss with full logits "
         "(remove_cce(model), or torch's own cross_entropy)"
     )
 
 
-logit_stats_backward.register_autograd(_refuse_second_derivative)
+logit_stats_backward.register_autograd(refuse_second_derivative)
 
 
 # cudagraph_unsafe: the filter decides on the host at each step; a CUDA graph would replay the decisions of one step.

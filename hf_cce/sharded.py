@@ -154,6 +154,8 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # DTensors of some versions of torch lose a second derivative
+            ops.refuse_second_derivative()
         hidden, weight, bias, token_ids, here, lse, entropy = ctx.saved_tensors
         needs, part, spec = ctx.needs_input_grad[3:6], ctx.part, ctx.spec
         gradients: tuple[Any, ...]
@@ -168,8 +170,7 @@ class _Statistics(torch.autograd.Function):
         else:
             gradients = (torch.zeros_like(hidden), torch.zeros_like(weight), None if bias is None else bias * 0)
         if needs[0]:
-            # Detached: with create_graph=True this output has a grad_fn, which raises on a second derivative.
-            dist.all_reduce(gradients[0].detach(), dist.ReduceOp.SUM, part.group)
+            dist.all_reduce(gradients[0], dist.ReduceOp.SUM, part.group)
         return (None, None, None, *(g if need else None for g, need in zip(gradients, needs, strict=True)), None)
 
 

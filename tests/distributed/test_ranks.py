@@ -114,10 +114,9 @@ def test_sharded_vocabulary_error_messages(results: dict[str, Any]) -> None:
     messages = dict(results["vocab_parallel"]["raised"])
     assert messages["label beyond"] == messages["label beyond, whole"] and "[0, 99)" in messages["label beyond"]
     assert "but 20 do not" in messages["label below"] and messages["label below"] == messages["label below, log_probs"]
-    mistakes = {case: message for case, message in MISTAKES.items() if case in messages or torch.__version__ >= (2, 9)}
-    for case, message in mistakes.items():
+    for case, message in MISTAKES.items():
         assert message in messages[case], case
-    assert len(messages) == 4 + len(mistakes)
+    assert len(messages) == 4 + len(MISTAKES)
 
 
 DIES = """

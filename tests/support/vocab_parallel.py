@@ -141,8 +141,6 @@ def wrong_use(mesh: Any) -> dict[str, str]:
         "is_top1": lambda: linear_log_probs(h, w, labels, is_top1=True),
         "second derivative": lambda: second_derivative(mesh, hidden, weight, labels),
     }
-    if torch.__version__ < (2, 9):  # its DTensor loses second derivatives
-        del calls["second derivative"]
     raised = {}
     for name, call in calls.items():
         try:
