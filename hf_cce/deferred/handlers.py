@@ -195,6 +195,8 @@ def _index(x: Any, key: Any) -> Any:
 
 @implements("index_select", "select")
 def _index_select(x: Any, dim: int, index: Any) -> Any:
+    if dim not in range(-x.ndim, x.ndim):
+        return NotImplemented  # torch raises
     return _index(x, (*[slice(None)] * (dim % x.ndim), index, ...))
 
 

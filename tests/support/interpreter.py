@@ -37,7 +37,8 @@ def _speed_up() -> None:
 
     patch, scope = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_LangPatchScope", None)
     options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
-    if patch is None or scope is None or not hasattr(options, "sanitize_overflow"):
+    np_dtype = getattr(interpreter, "_get_np_dtype", None)
+    if None in (patch, scope, np_dtype) or not hasattr(options, "sanitize_overflow"):
         return
     seen: set[int] = set()  # ids of the modules of functions, which live as long as the process
     patched: set[int] = set()
@@ -53,7 +54,7 @@ def _speed_up() -> None:
         return scope()
 
     interpreter._patch_lang = patch_once
-    interpreter._get_np_dtype = _remember(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = _remember(np_dtype)
     _remember_types(tl.core)
     if not options.debug:
         # After each int32 sum and product, the interpreter looks for an overflow in int64; without `debug` it asserts nothing.
